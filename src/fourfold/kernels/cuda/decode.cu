@@ -1,0 +1,357 @@
+// Attention of a few query rows per KV head over 4-bit pages, split over the KV length.
+//
+// Compile-time: D, DV (head sizes), GROUP (query heads a KV head), NB (blocks of 8 query rows), NT (16-token tiles a
+// warp handles at once), ST (copy stages), PS (block size), SOFTCAP, WINDOW, SINK (0/1), MINB (blocks an SM), ACT_BF16.
+//
+// Work: the flattened list of (sequence, unit) of one KV head is cut into equal runs, one a thread block (plan.cu), so
+// a batch of ragged lengths is balanced and the grid is fixed.  A unit is NW * 16 * NT tokens; warp w takes the w-th
+// tile of each.  Block `run` writes one partial result per sequence it touches, in slot run + sequence.
+//
+// Tile: tokens are the M side of both products, query rows the N side.
+//   S^T[16 tokens, 8 rows] = K[16, D] q[D, 8]: a row of K codes comes out of ldmatrix as words of 8 codes; code & 15 is
+//   the fp16 denormal c * 2^-24 and (code << 4) & 0xF0 is c * 2^-20, so one AND turns two codes into two exact fp16
+//   numbers, and the 2^-4 between the two kinds sits in q (query.cu).  -7.5 sum(q) is the initial accumulator.
+//   O^T[DV, 8 rows] = V^T[DV, 16 tokens] P^T[16, 8 rows]: ldmatrix.trans pairs two tokens' codes in one register, and
+//   movmatrix turns the accumulators of S^T into the operand P^T.  A row of ones gives sum(P) for the offset.
+// The running maximum is only raised when a score exceeds it by 2^8 (a vote), so the usual tile has no reduction.
+#include "mma.h"
+
+#define NW 4
+constexpr int CK = (D + 31) / 32, CV = (DV + 31) / 32;  // 16-byte chunks of a row in shared memory
+constexpr int RK = 16 * CK, RV = 16 * CV;
+constexpr int TILE = 16 * NT, UNIT = NW * TILE;
+constexpr int KB = 16 * RK, VB = 16 * RV;              // bytes of 16 tokens
+constexpr int STAGE = NT * (KB + VB), SCALES = NT * 64;
+constexpr int RING = ST * (STAGE + SCALES);            // bytes a warp
+constexpr int ROWS = 8 * NB;
+constexpr bool Q_SHARED = CK * NB * 4 > 32;            // query operand in shared memory instead of registers
+constexpr int Q_BYTES = Q_SHARED ? NB * CK * 512 : 0;
+constexpr float HEAD = 6.f, LIMIT = 14.f;              // log2 of the largest weight after a raise, and before the next
+constexpr u32 LOW = 0x000F000Fu, HIGH = 0x00F000F0u;
+
+// swizzle of 16-byte chunks inside 128-byte lines that makes every ldmatrix here free of bank conflicts
+template <int R> DEV u32 swizzle(u32 o) {
+  constexpr int shift = R == 128 ? 8 : 7;
+  constexpr u32 mask = R == 48 ? 1 : (R == 32 || R == 96) ? 3 : 7;
+  return o ^ (((o >> shift) & mask) << 4);
+}
+// offset of the row that this lane names to ldmatrix number i (chunks 2i, 2i+1 of even and odd tokens)
+template <int R, int C> DEV u32 matrix_row(int i, int lane) {
+  const int m = lane >> 3, chunk = min(2 * i + (m >> 1), C - 1), token = 2 * (lane & 7) + (m & 1);
+  return swizzle<R>(token * R + 16 * chunk);
+}
+// copy 16 rows of N bytes, contiguous at src, to rows of R bytes
+template <int N, int R> DEV void copy_rows(u32 dst, const u8* src, int lane) {
+  if constexpr (N == R) {
+#pragma unroll
+    for (int i = 0; i < (R + 31) / 32; i++) {
+      const int c = lane + 32 * i;
+      if (R % 32 == 0 || c < R) copy16(dst + swizzle<R>(16 * c), src + 16 * c);
+    }
+  } else {  // 40-byte rows: only 8-byte aligned
+#pragma unroll
+    for (int i = 0; i < (2 * N + 31) / 32; i++) {
+      const int c = lane + 32 * i, t = c / (N / 8), o = c % (N / 8) * 8;
+      if (c < 2 * N) copy8(dst + swizzle<R>(t * R + o), src + 8 * c);
+    }
+  }
+}
+
+struct Args {
+  const u8* cache; i64 page_stride, head_stride;        // bytes
+  const int* table; int table_stride;                   // block table [sequences, table_stride]
+  const int* lengths; const int* q_start;               // [B] tokens with the new ones; [B + 1] first query of each
+  const int* cum; const int2* runs; const int* meta;    // plan: units before each sequence; (sequence, unit) of each run; {units a run}
+  const u16* q; const float2* aux;                      // query operand [tokens, H, 32 CK]; (-7.5 * 2^-24 sum q, sink score)
+  float* po; float* pm;                                 // partials [HK, row blocks, slots, R, DV] and [.., R, 3] (maximum, sum, weight of token 0)
+  int batch, kv_heads, row_blocks, rows, slots, window; // rows = query length * GROUP, the most of any sequence
+  float k_factor, cap;                                  // k_factor undoes the scaling of codes and q (and divides by cap)
+};
+
+extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_constant__ Args a) {
+  extern __shared__ __align__(128) char smem[];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q4 = lane & 3;
+  const int run = blockIdx.x, hk = blockIdx.y / a.row_blocks, rb = blockIdx.y % a.row_blocks, row0 = rb * ROWS;
+  const int rt = min(a.rows - row0, ROWS);
+  const u32 base = smem_addr(smem), q_shared = base, ring = base + Q_BYTES + warp * RING, scales = ring + ST * STAGE;
+  u32 krow[(CK + 1) / 2], vrow[(CV + 1) / 2];
+#pragma unroll
+  for (int i = 0; i < (CK + 1) / 2; i++) krow[i] = matrix_row<RK, CK>(i, lane);
+#pragma unroll
+  for (int i = 0; i < (CV + 1) / 2; i++) vrow[i] = matrix_row<RV, CV>(i, lane);
+  wait_predecessor();
+  release_successor();
+  int2 at = a.runs[run];
+  int seq = at.x, unit = at.y, left = min(a.meta[0], a.cum[a.batch] - run * a.meta[0]);
+
+  for (; left > 0; seq++, unit = 0) {
+    const int n_units = min(a.cum[seq + 1] - a.cum[seq] - unit, left);
+    if (n_units <= 0) continue;
+    left -= n_units;
+    const int len = a.lengths[seq], q0 = a.q_start[seq], ql = a.q_start[seq + 1] - q0;
+    if (row0 >= ql * GROUP) continue;
+    const int first = WINDOW ? max(0, len - ql - a.window + 1) & ~15 : 0;
+    const int last_visible = len - ql + min((row0 + ROWS - 1) / GROUP, ql - 1);      // by the last row of this block
+    const int begin = first + unit * UNIT, end = min(begin + n_units * UNIT, last_visible + 1);
+    const int all_visible = len - ql + row0 / GROUP + 1;                             // tokens before this need no causal mask
+    const int all_inside = WINDOW ? last_visible - a.window + 1 : 0;                 // tokens from here on need no window mask
+
+    // ---- the query operand
+    u32 qb[Q_SHARED ? 1 : NB][Q_SHARED ? 1 : CK][4];
+    float q_off[NB][4], m[NB][2], limit[NB][2], l[NB][2], p0[NB][2], sink[NB][2];
+    if (Q_SHARED) __syncthreads();
+#pragma unroll
+    for (int n = 0; n < NB; n++) {
+      const int r = row0 + 8 * n + g;
+      const bool ok = r < ql * GROUP;
+      const u16* src = a.q + ((i64)(q0 + r / GROUP) * a.kv_heads * GROUP + hk * GROUP + r % GROUP) * (32 * CK) + 8 * q4;
+#pragma unroll
+      for (int c = 0; c < CK; c++) {
+        uint4 v = ok ? *(const uint4*)(src + 32 * c) : make_uint4(0, 0, 0, 0);
+        if constexpr (Q_SHARED) { if (warp == 0) *(uint4*)(smem + ((n * CK + c) * 32 + lane) * 16) = v; }
+        else { qb[n][c][0] = v.x; qb[n][c][1] = v.y; qb[n][c][2] = v.z; qb[n][c][3] = v.w; }
+      }
+#pragma unroll
+      for (int x = 0; x < 2; x++) {
+        const int r2 = row0 + 8 * n + 2 * q4 + x;
+        float2 v = make_float2(0.f, 0.f);
+        if (r2 < ql * GROUP) v = a.aux[(i64)(q0 + r2 / GROUP) * a.kv_heads * GROUP + hk * GROUP + r2 % GROUP];
+        q_off[n][x] = q_off[n][2 + x] = v.x; sink[n][x] = v.y;
+        m[n][x] = 0.f; limit[n][x] = -1e30f; l[n][x] = 0.f; p0[n][x] = 0.f;
+      }
+    }
+    if (Q_SHARED) __syncthreads();
+    float acc[NB][2 * CV][4], ones[NB][4];
+#pragma unroll
+    for (int n = 0; n < NB; n++) {
+#pragma unroll
+      for (int x = 0; x < 4; x++) {
+        ones[n][x] = 0.f;
+#pragma unroll
+        for (int u = 0; u < 2 * CV; u++) acc[n][u][x] = 0.f;
+      }
+    }
+    float v_norm = 0.f;  // power of two that keeps this warp's value scales at or below 2
+
+    // ---- copies: each warp fills its own ring
+    const int* table = a.table + (i64)seq * a.table_stride;
+    const int last_group = (len - 1) & ~15;
+    int page[NT];
+    auto pages = [&](int t0) {
+#pragma unroll
+      for (int n = 0; n < NT; n++) page[n] = __ldg(table + min(t0 + 16 * n, last_group) / PS);
+    };
+    auto issue = [&](int t0, int stage) {
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        const int in_page = min(t0 + 16 * n, last_group) % PS;
+        const u8* src = a.cache + page[n] * a.page_stride + hk * a.head_stride;
+        const u32 dst = ring + stage * STAGE + n * (KB + VB);
+        copy_rows<D / 2, RK>(dst, src + in_page * (D / 2), lane);
+        copy_rows<DV / 2, RV>(dst + KB, src + PS * (D / 2) + in_page * (DV / 2), lane);
+        if (lane < 4) copy16(scales + stage * SCALES + n * 64 + lane * 16, src + PS * (D / 2 + DV / 2) + in_page * 2 + (lane & 1) * 16 + (lane >> 1) * (2 * PS));
+      }
+    };
+    int next = begin + warp * TILE;
+    if (next < end) pages(next);
+#pragma unroll
+    for (int i = 0; i < ST - 1; i++) {
+      if (next < end) { issue(next, i); next += UNIT; if (next < end) pages(next); }
+      copy_commit();
+    }
+
+    int stage = 0;
+    for (int t0 = begin + warp * TILE; t0 < end; t0 += UNIT) {
+      copy_wait<ST - 2>();
+      __syncwarp();
+      const u32 tile = ring + stage * STAGE, tile_scales = scales + stage * SCALES;
+      const bool whole = t0 + TILE <= all_visible && t0 >= all_inside && !(SINK && t0 == 0);
+      // ---- scores
+      float s[NT][NB][4];
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        float d[NB][4];
+#pragma unroll
+        for (int i = 0; i < (CK + 1) / 2; i++) {
+          u32 w[4];
+          ldmatrix4(w, tile + n * (KB + VB) + krow[i]);
+#pragma unroll
+          for (int c = 2 * i; c < min(2 * i + 2, CK); c++) {
+            const u32 w0 = w[c % 2 * 2], w1 = w[c % 2 * 2 + 1];
+#pragma unroll
+            for (int b = 0; b < NB; b++) {
+              u32 q[4];
+              if constexpr (Q_SHARED) { const uint4 v = lds128(q_shared + ((b * CK + c) * 32 + lane) * 16); q[0] = v.x; q[1] = v.y; q[2] = v.z; q[3] = v.w; }
+              else { q[0] = qb[b][c][0]; q[1] = qb[b][c][1]; q[2] = qb[b][c][2]; q[3] = qb[b][c][3]; }
+              if (c == 0) mma_f16(d[b], w0 & LOW, w1 & LOW, w0 & HIGH, w1 & HIGH, q[0], q[1], q_off[b]);
+              else mma_f16(d[b], w0 & LOW, w1 & LOW, w0 & HIGH, w1 & HIGH, q[0], q[1], d[b]);
+              mma_f16(d[b], (w0 >> 8) & LOW, (w1 >> 8) & LOW, (w0 >> 8) & HIGH, (w1 >> 8) & HIGH, q[2], q[3], d[b]);
+            }
+          }
+        }
+        const u32 ks = lds32(tile_scales + n * 64 + 4 * g);
+        const float k0 = half_lo(ks) * a.k_factor, k1 = half_hi(ks) * a.k_factor;
+#pragma unroll
+        for (int b = 0; b < NB; b++)
+#pragma unroll
+          for (int x = 0; x < 4; x++) {
+            const float k = x < 2 ? k0 : k1;
+            if constexpr (SOFTCAP) {  // cap * tanh(score / cap), in units of log2
+              float z = d[b][x] * k;
+              if (SINK && t0 == 0 && n == 0 && g == 0 && x < 2) z += sink[b][x] / a.cap;
+              s[n][b][x] = a.cap * (1.f - __fdividef(2.f, 1.f + exp2_(fminf(2.885390081777927f * z, 120.f)))) - m[b][x & 1];
+            } else {
+              s[n][b][x] = fmaf(d[b][x], k, -m[b][x & 1]);
+              if (SINK && t0 == 0 && n == 0 && g == 0 && x < 2) s[n][b][x] += sink[b][x];
+            }
+          }
+      }
+      float vs[NT][2];
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        const u32 v = lds32(tile_scales + n * 64 + 32 + 4 * g);
+        vs[n][0] = half_lo(v); vs[n][1] = half_hi(v);
+      }
+      if (!whole) {
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int x = 0; x < 4; x++) {
+            const int t = t0 + 16 * n + 2 * g + (x >> 1);
+            if (t >= end) vs[n][x >> 1] = 0.f;  // an unused slot may hold anything, a NaN too
+#pragma unroll
+            for (int b = 0; b < NB; b++) {
+              const int row = row0 + 8 * b + 2 * q4 + (x & 1), position = len - ql + row / GROUP;
+              if (t > position || t >= end || (WINDOW && t + a.window <= position)) s[n][b][x] = -1e30f;
+            }
+          }
+      }
+      // ---- raise the running maxima if any weight would exceed 2^LIMIT
+      bool high = false;
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        high |= fmaxf(vs[n][0], vs[n][1]) * v_norm > 2.f;
+#pragma unroll
+        for (int b = 0; b < NB; b++)
+#pragma unroll
+          for (int x = 0; x < 2; x++) high |= fmaxf(s[n][b][x], s[n][b][2 + x]) > limit[b][x];
+      }
+      if (__any_sync(FULL, high)) {
+        float top = 0.f;
+#pragma unroll
+        for (int n = 0; n < NT; n++) top = fmaxf(top, fmaxf(vs[n][0], vs[n][1]));
+        u32 bits = __reduce_max_sync(FULL, __float_as_uint(top));
+        float norm = __uint_as_float((253u << 23) - (bits & 0x7f800000u));  // brings top into [1/2, 1)
+        float keep = 1.f;
+        if (v_norm == 0.f) v_norm = norm;
+        else if (norm < v_norm) { keep = norm / v_norm; v_norm = norm; }
+#pragma unroll
+        for (int b = 0; b < NB; b++)
+#pragma unroll
+          for (int x = 0; x < 2; x++) {
+            float mx = -1e30f;
+#pragma unroll
+            for (int n = 0; n < NT; n++) mx = fmaxf(mx, fmaxf(s[n][b][x], s[n][b][2 + x]));
+#pragma unroll
+            for (int o = 4; o < 32; o *= 2) mx = fmaxf(mx, __shfl_xor_sync(FULL, mx, o));
+            float factor = 1.f;
+            if (mx > limit[b][x]) {
+              const float up = mx - HEAD;  // what the maximum rises by
+              factor = limit[b][x] < 0.f ? 0.f : exp2_(-up);
+              m[b][x] += up; limit[b][x] = LIMIT; l[b][x] *= factor; p0[b][x] *= factor;
+#pragma unroll
+              for (int n = 0; n < NT; n++) { s[n][b][x] -= up; s[n][b][2 + x] -= up; }
+            }
+            factor *= keep;
+            ones[b][x] *= factor; ones[b][2 + x] *= factor;
+#pragma unroll
+            for (int u = 0; u < 2 * CV; u++) { acc[b][u][x] *= factor; acc[b][u][2 + x] *= factor; }
+          }
+      }
+      // ---- weights and their product with the values
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        u32 p[NB][2];
+        const float v0 = vs[n][0] * v_norm, v1 = vs[n][1] * v_norm;
+#pragma unroll
+        for (int b = 0; b < NB; b++) {
+          float e[4];
+#pragma unroll
+          for (int x = 0; x < 4; x++) e[x] = exp2_(s[n][b][x]);
+          l[b][0] += e[0] + e[2]; l[b][1] += e[1] + e[3];
+          if (SINK && t0 == 0 && n == 0 && g == 0) { p0[b][0] = e[0]; p0[b][1] = e[1]; }
+          p[b][0] = transpose8x8(pack_half(e[0] * v0, e[1] * v0));
+          p[b][1] = transpose8x8(pack_half(e[2] * v1, e[3] * v1));
+          mma_f16(ones[b], 0x3C003C00u, 0x3C003C00u, 0x3C003C00u, 0x3C003C00u, p[b][0], p[b][1], ones[b]);
+        }
+#pragma unroll
+        for (int i = 0; i < (CV + 1) / 2; i++) {
+          u32 w[4];
+          ldmatrix4_trans(w, tile + n * (KB + VB) + KB + vrow[i]);
+#pragma unroll
+          for (int c = 2 * i; c < min(2 * i + 2, CV); c++) {
+            const u32 w0 = w[c % 2 * 2], w1 = w[c % 2 * 2 + 1];
+#pragma unroll
+            for (int b = 0; b < NB; b++) {
+              mma_f16(acc[b][2 * c], w0 & LOW, w0 & HIGH, w1 & LOW, w1 & HIGH, p[b][0], p[b][1], acc[b][2 * c]);
+              mma_f16(acc[b][2 * c + 1], (w0 >> 8) & LOW, (w0 >> 8) & HIGH, (w1 >> 8) & LOW, (w1 >> 8) & HIGH, p[b][0], p[b][1], acc[b][2 * c + 1]);
+            }
+          }
+        }
+      }
+      __syncwarp();  // every lane is done with this stage's predecessor before it is overwritten
+      const int free_stage = stage == 0 ? ST - 1 : stage - 1;
+      if (next < end) { issue(next, free_stage); next += UNIT; if (next < end) pages(next); }
+      copy_commit();
+      if (++stage == ST) stage = 0;
+    }
+
+    // ---- merge the warps (through the ring, which is drained) and write this sequence's partial result
+    copy_wait<0>();
+    constexpr int PITCH = DV + 4;
+    float* exchange = (float*)(smem + Q_BYTES);     // [NW][8][PITCH] and [NW][8][3]
+    float* stats = exchange + NW * 8 * PITCH;
+    const float undo = v_norm > 0.f ? 1.f / v_norm : 0.f;
+    const i64 slot = ((i64)(hk * a.row_blocks + rb) * a.slots + run + seq) * min(a.rows, ROWS);
+#pragma unroll
+    for (int b = 0; b < NB; b++) {
+      if (8 * b >= rt) break;
+      __syncthreads();
+#pragma unroll
+      for (int x = 0; x < 2; x++) {
+#pragma unroll
+        for (int o = 4; o < 32; o *= 2) { l[b][x] += __shfl_xor_sync(FULL, l[b][x], o); if (SINK) p0[b][x] += __shfl_xor_sync(FULL, p0[b][x], o); }
+        const int r = 2 * q4 + x;
+        if (g == 0) { float* st = stats + (warp * 8 + r) * 3; st[0] = l[b][x] > 0.f ? m[b][x] : -1e30f; st[1] = l[b][x]; st[2] = p0[b][x]; }
+        const float offset = 7.5f * ones[b][x];
+#pragma unroll
+        for (int u = 0; u < 2 * CV; u++) {
+          const int e = 16 * (u / 2) + 2 * g + (u & 1);
+          if (DV % 32 == 0 || e < DV / 2) {
+            float* o = exchange + (warp * 8 + r) * PITCH + e;
+            o[0] = (acc[b][u][x] * 16777216.f - offset) * undo; o[DV / 2] = (acc[b][u][2 + x] * 1048576.f - offset) * undo;
+          }
+        }
+      }
+      __syncthreads();
+      const int count = min(rt - 8 * b, 8);
+      for (int i = threadIdx.x; i < count * (DV / 4); i += NW * 32) {
+        const int r = i / (DV / 4), c = i % (DV / 4) * 4;
+        float top = -1e30f;
+#pragma unroll
+        for (int w = 0; w < NW; w++) top = fmaxf(top, stats[(w * 8 + r) * 3]);
+        float4 o = make_float4(0.f, 0.f, 0.f, 0.f); float z = 0.f, first_weight = 0.f;
+#pragma unroll
+        for (int w = 0; w < NW; w++) {
+          const float* st = stats + (w * 8 + r) * 3; const float f = st[1] > 0.f ? exp2_(st[0] - top) : 0.f;
+          const float4 v = *(const float4*)(exchange + (w * 8 + r) * PITCH + c);
+          z += f * st[1]; first_weight += f * st[2];
+          o.x += f * v.x; o.y += f * v.y; o.z += f * v.z; o.w += f * v.w;
+        }
+        *(float4*)(a.po + (slot + 8 * b + r) * DV + c) = o;
+        if (c == 0) { float* pm = a.pm + (slot + 8 * b + r) * 3; pm[0] = top; pm[1] = z; pm[2] = first_weight; }
+      }
+    }
+    __syncthreads();
+  }
+}

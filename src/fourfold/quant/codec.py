@@ -1,0 +1,123 @@
+"""The 4-bit codec in PyTorch: transformed rows to codes and scales and back, and both to and from a page.
+
+This is the definition.  The kernels produce the same codes, up to values that lie within float32 rounding of the middle
+between two codes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fourfold.layout import LEVELS, ZERO_POINT, PageLayout
+from fourfold.quant.params import CLIPS, LayerParams
+
+
+def quantise(x: torch.Tensor, feedback: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scale of each row.
+
+    Args:
+        x: [..., D] float, transformed keys or values.
+        feedback: [..., D, D] strictly lower triangular (broadcast against the rows), see ``LayerParams``; None for
+            plain rounding.
+
+    Returns:
+        codes [..., D] uint8 in 0..15 and scale [...] float16; ``(codes - 7.5) * scale`` is the dequantised row.
+        The scale is the best of six clips of the absolute maximum, then refitted by least squares to the codes.
+    """
+    x = x.to(torch.float32)
+    peak = x.abs().amax(-1, keepdim=True).clamp_min(1e-8)
+    best = torch.full_like(peak, torch.inf)
+    scale = peak / ZERO_POINT
+    for clip in CLIPS:
+        s = peak * clip / ZERO_POINT
+        error = (x - (_round(x, s) - ZERO_POINT) * s).square().sum(-1, keepdim=True)
+        scale = torch.where(error < best, s, scale)
+        best = torch.minimum(error, best)
+    if feedback is None or feedback.numel() == 0:
+        codes = _round(x, scale)
+    else:
+        target = x.clone()
+        codes = torch.empty_like(x)
+        for i in range(x.shape[-1] - 1, -1, -1):
+            codes[..., i] = _round(target[..., i], scale[..., 0])
+            error = x[..., i] - (codes[..., i] - ZERO_POINT) * scale[..., 0]
+            target[..., :i] += error[..., None] * feedback[..., i, :i]
+    centred = codes - ZERO_POINT
+    fitted = (x * centred).sum(-1) / centred.square().sum(-1)
+    return codes.to(torch.uint8), fitted.clamp_min(0).to(torch.float16)
+
+
+def _round(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (x * (1 / scale) + ZERO_POINT).round().clamp(0, LEVELS - 1)
+
+
+def dequantise(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """[..., D] float32 rows from codes [..., D] and scale [...]."""
+    return (codes.to(torch.float32) - ZERO_POINT) * scale.to(torch.float32)[..., None]
+
+
+def transform_key(key: torch.Tensor, params: LayerParams) -> torch.Tensor:
+    """k' of keys [T, HK, D]: [T, HK, D] float32 (without the sink centre)."""
+    return torch.einsum("thd,hde->the", key.to(torch.float32) - params.key_centre, params.key_matrix)
+
+
+def transform_value(value: torch.Tensor, params: LayerParams) -> torch.Tensor:
+    """v' of values [T, HK, Dv]: [T, HK, Dv] float32 (without the sink centre)."""
+    return (value.to(torch.float32) - params.value_centre) @ params.value_matrix
+
+
+def encode(
+    key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, params: LayerParams
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Key codes, key scales, value codes, value scales of new tokens.
+
+    Args:
+        key: [T, HK, D]; value: [T, HK, Dv]; positions: [T] position of each token in its sequence.
+    """
+    first = (positions == 0)[:, None, None]
+    k = transform_key(key, params) - torch.where(first, params.sink_key, 0.0)
+    v = transform_value(value, params) - torch.where(first, params.sink_value, 0.0)
+    return *quantise(k, params.feedback), *quantise(v)
+
+
+def pack_row(codes: torch.Tensor) -> torch.Tensor:
+    """[..., D] codes to [..., D/2] bytes: element j in the low, element j + D/2 in the high nibble."""
+    half = codes.shape[-1] // 2
+    return codes[..., :half] | (codes[..., half:] << 4)
+
+
+def unpack_row(row: torch.Tensor) -> torch.Tensor:
+    """The inverse of ``pack_row``."""
+    return torch.cat([row & 15, row >> 4], -1)
+
+
+def page_views(cache: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of a cache [pages, HK, head_page_bytes] uint8: key codes [pages, HK, block, D/2], value codes
+    [pages, HK, block, Dv/2], key scales and value scales [pages, HK, block] float16."""
+    pages, heads, _ = cache.shape
+    block = layout.block_size
+    edges = (0, layout.v_codes_offset, layout.k_scales_offset, layout.v_scales_offset, layout.head_page_bytes)
+    k, v, ks, vs = (cache[..., a:b] for a, b in zip(edges, edges[1:], strict=False))
+    return (
+        k.unflatten(-1, (block, layout.k_row)),
+        v.unflatten(-1, (block, layout.v_row)),
+        ks.view(torch.float16).view(pages, heads, block),
+        vs.view(torch.float16).view(pages, heads, block),
+    )
+
+
+def store_tokens(
+    cache: torch.Tensor,
+    layout: PageLayout,
+    slots: torch.Tensor,
+    codes: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """Write what ``encode`` returned into the slots (negative slots are skipped)."""
+    keep = slots >= 0
+    page, slot = slots[keep] // layout.block_size, slots[keep] % layout.block_size
+    key_codes, key_scales, value_codes, value_scales = codes
+    k, v, ks, vs = page_views(cache, layout)
+    k[page, :, slot] = pack_row(key_codes[keep])
+    v[page, :, slot] = pack_row(value_codes[keep])
+    ks[page, :, slot] = key_scales[keep]
+    vs[page, :, slot] = value_scales[keep]

@@ -1,0 +1,106 @@
+"""What a layer's quantiser knows: matrices and centres per KV head, and the file that keeps them.
+
+Keys ``k`` and queries ``q`` are those after RoPE.  Per KV head::
+
+    k' = (k - key_centre) @ key_matrix            codes hold k'
+    q' = q @ query_matrix                         query_matrix = key_matrix^-T, so q'·k' = q·(k - centre)
+    v' = (v - value_centre) @ R                   o = o' @ R^T + value_centre
+
+Softmax does not see ``key_centre`` (it shifts all scores of a query alike) and weights that sum to one give
+``value_centre`` back exactly, so both are free.  Position 0 of a sequence, the attention sink, has far larger keys and far
+smaller values than the rest and nearly the same ones in every sequence: ``sink_key`` and ``sink_value`` (transformed
+basis) are its own additional centre, added back exactly by the kernels.
+
+``feedback`` shapes the rounding error of a key: element i's error is carried into the elements still to be rounded, in the
+metric that queries see (the sequential rounding of GPTQ, arXiv 2210.17323, section 3, and Babai's nearest plane, here for
+activations and with the second moment of the transformed queries as Hessian).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from fourfold.quant.rotation import rotation
+
+CLIPS = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6)
+"""Candidate scales, as fractions of the row's absolute maximum over the zero point."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParams:
+    """Quantiser of one layer on this rank; all float32, contiguous.
+
+    Attributes:
+        key_centre: [HK, D].
+        key_matrix: [HK, D, D]; row vectors are multiplied from the left.
+        query_matrix: [HK, D, D], the inverse transpose of ``key_matrix``.
+        value_centre: [HK, Dv].
+        sink_key: [HK, D], transformed basis.
+        sink_value: [HK, Dv], transformed basis.
+        feedback: [HK, D, D] strictly lower triangular, or empty [0] for plain rounding.
+    """
+
+    key_centre: torch.Tensor
+    key_matrix: torch.Tensor
+    query_matrix: torch.Tensor
+    value_centre: torch.Tensor
+    sink_key: torch.Tensor
+    sink_value: torch.Tensor
+    feedback: torch.Tensor
+
+    @property
+    def kv_heads(self) -> int:
+        return self.key_centre.shape[0]
+
+    @property
+    def head_size(self) -> int:
+        return self.key_centre.shape[1]
+
+    @property
+    def head_size_v(self) -> int:
+        return self.value_centre.shape[1]
+
+    @property
+    def value_matrix(self) -> torch.Tensor:
+        """[Dv, Dv] rotation of values; the same for every head and layer, so no file holds it."""
+        return rotation(self.head_size_v, seed=1).to(torch.float32)
+
+    def to(self, device: torch.device | str) -> LayerParams:
+        """The same parameters on another device."""
+        return replace(self, **{f.name: getattr(self, f.name).to(device).contiguous() for f in fields(self)})
+
+    def check(self, kv_heads: int, head_size: int, head_size_v: int) -> str | None:
+        """Why these parameters cannot serve a layer of that shape, or None."""
+        want = {
+            "key_centre": (kv_heads, head_size),
+            "key_matrix": (kv_heads, head_size, head_size),
+            "query_matrix": (kv_heads, head_size, head_size),
+            "value_centre": (kv_heads, head_size_v),
+            "sink_key": (kv_heads, head_size),
+            "sink_value": (kv_heads, head_size_v),
+        }
+        for name, shape in want.items():
+            if tuple(getattr(self, name).shape) != shape:
+                return f"{name} has shape {tuple(getattr(self, name).shape)} where {shape} is needed"
+        if self.feedback.numel() and tuple(self.feedback.shape) != want["key_matrix"]:
+            return f"feedback has shape {tuple(self.feedback.shape)} where {want['key_matrix']} is needed"
+        for f in fields(self):
+            if not torch.isfinite(getattr(self, f.name)).all():
+                return f"{f.name} holds values that are not finite"
+        return None
+
+
+def identity_params(kv_heads: int, head_size: int, head_size_v: int) -> LayerParams:
+    """Rotation only: what can be done knowing neither data nor weights."""
+    matrix = rotation(head_size).to(torch.float32).repeat(kv_heads, 1, 1)
+    return LayerParams(
+        key_centre=torch.zeros(kv_heads, head_size),
+        key_matrix=matrix.contiguous(),
+        query_matrix=matrix.clone(),  # orthogonal: its own inverse transpose
+        value_centre=torch.zeros(kv_heads, head_size_v),
+        sink_key=torch.zeros(kv_heads, head_size),
+        sink_value=torch.zeros(kv_heads, head_size_v),
+        feedback=torch.zeros(0),
+    )
