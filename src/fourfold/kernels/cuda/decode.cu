@@ -244,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
         float norm = __uint_as_float((253u << 23) - (bits & 0x7f800000u));  // brings top into [1/2, 1)
         float keep = 1.f;
         if (v_norm == 0.f) v_norm = norm;
-        else if (norm < v_norm) { keep = norm / v_norm; v_norm = norm; }
+        else if (norm < v_norm) { keep = __fdividef(norm, v_norm); v_norm = norm; }
 #pragma unroll
         for (int b = 0; b < NB; b++)
 #pragma unroll

@@ -1,0 +1,108 @@
+// Merges the partial results of a sequence's runs, adds the sink centre, rotates the output back and adds the centre.
+//
+// Compile-time: DV, GROUP, SINK, ACT_BF16.  out = (sum_i 2^(m_i - M) (acc_i + p0_i sink) / Z) Wo + centre.
+// A block of 8 warps takes up to 16 query rows of one KV head, so that the matrix is read once for 16 rows; the rotation
+// runs on the matrix unit with the rows split into two parts (high and low), which keeps 16 bits of each.
+#include "mma.h"
+
+constexpr int CHUNKS = (DV + 31) / 32, TILES = DV / 8, PITCH = 32 * CHUNKS + 8, VEC = DV / 8;
+
+struct Args {
+  const float* po; const float* pm;                 // as written by decode.cu
+  const int* cum; const int* meta; const int* q_start;
+  const uint4* wo; const float* centre; const float* sink; // packed [TILES, CHUNKS, 32 lanes], [HK, DV], [HK, DV] or null
+  u16* out; i64 out_stride;                         // [tokens, H, DV], elements a token
+  int batch, kv_heads, row_blocks, rows, rows_block, slots, take;  // rows a sequence and a row block; query rows a block takes (a power of two <= 16)
+};
+
+extern "C" __global__ void __launch_bounds__(256) merge(const __grid_constant__ Args a) {
+  __shared__ float o[16 * PITCH];
+  __shared__ float stat[16][3];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q4 = lane & 3;
+  const int hk = blockIdx.y, v0 = blockIdx.x * a.take, sharers = max(8 / a.take, 1);
+  const int wide = 8 / sharers;                     // rows at a time; `sharers` warps share one row, by runs
+  const int n_rows = min(a.take, a.batch * a.rows - v0);
+  for (int i = threadIdx.x; i < 16 * PITCH; i += 256) o[i] = 0.f;
+  if (threadIdx.x < 48) stat[0][threadIdx.x] = 0.f;
+  __syncthreads();
+  wait_predecessor();
+  release_successor();
+  const int per = a.meta[0];
+  for (int r = warp % wide; r < n_rows; r += wide) {
+    const int seq = (v0 + r) / a.rows, row = (v0 + r) % a.rows, rb = row / a.rows_block;
+    const int c0 = a.cum[seq], c1 = a.cum[seq + 1], ql = a.q_start[seq + 1] - a.q_start[seq];
+    if (c1 == c0 || row >= ql * GROUP) continue;
+    const int w0 = c0 / per, count = (c1 - 1) / per - w0 + 1, in_block = min(a.rows - rb * a.rows_block, a.rows_block);
+    const i64 at = ((i64)(hk * a.row_blocks + rb) * a.slots + w0 + seq) * in_block + row - rb * a.rows_block;
+    float top = -1e30f;
+    for (int i = lane; i < count; i += 32) top = fmaxf(top, a.pm[(at + (i64)i * in_block) * 3]);
+#pragma unroll
+    for (int s = 16; s; s /= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, s));
+    float acc[(VEC + 15) / 16][4], z = 0.f, p0 = 0.f;
+#pragma unroll
+    for (int c = 0; c < (VEC + 15) / 16; c++) acc[c][0] = acc[c][1] = acc[c][2] = acc[c][3] = 0.f;
+#pragma unroll 4
+    for (int i = warp / wide; i < count; i += sharers) {
+      const i64 p = at + (i64)i * in_block;
+      const float f = exp2_(a.pm[p * 3] - top);
+      z += f * a.pm[p * 3 + 1]; p0 += f * a.pm[p * 3 + 2];
+#pragma unroll
+      for (int c = 0; c < (VEC + 15) / 16; c++) {
+        const int e = 4 * lane + 128 * c;
+        if (e < DV) { const float4 v = *(const float4*)(a.po + p * DV + e); acc[c][0] += f * v.x; acc[c][1] += f * v.y; acc[c][2] += f * v.z; acc[c][3] += f * v.w; }
+      }
+    }
+    if (sharers == 1) {
+#pragma unroll
+      for (int c = 0; c < (VEC + 15) / 16; c++) { const int e = 4 * lane + 128 * c; if (e < DV) *(float4*)(o + r * PITCH + e) = make_float4(acc[c][0], acc[c][1], acc[c][2], acc[c][3]); }
+      if (lane == 0) { stat[r][0] = z; stat[r][1] = p0; }
+    } else {
+#pragma unroll
+      for (int c = 0; c < (VEC + 15) / 16; c++) { const int e = 4 * lane + 128 * c;
+        if (e < DV)
+#pragma unroll
+          for (int x = 0; x < 4; x++) atomicAdd(o + r * PITCH + e + x, acc[c][x]); }
+      if (lane == 0) { atomicAdd(&stat[r][0], z); atomicAdd(&stat[r][1], p0); }
+    }
+  }
+  __syncthreads();
+  // ---- rotate: rows are the M side
+  u32 hi[CHUNKS][8], lo[CHUNKS][8];
+  const float z0 = stat[g][0] > 0.f ? 1.f / stat[g][0] : 0.f, z1 = stat[g + 8][0] > 0.f ? 1.f / stat[g + 8][0] : 0.f;
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float* src = o + (g + 8 * half) * PITCH + 32 * c + 8 * q4;
+      const float s = half ? z1 : z0, p0 = SINK ? stat[g + 8 * half][1] : 0.f;
+#pragma unroll
+      for (int x = 0; x < 4; x++) {
+        float2 u = make_float2(0.f, 0.f);
+        if (SINK && (DV % 32 == 0 || 32 * c + 8 * q4 < DV)) u = *(const float2*)(a.sink + hk * DV + 32 * c + 8 * q4 + 2 * x);
+        const float f0 = (src[2 * x] + p0 * u.x) * s, f1 = (src[2 * x + 1] + p0 * u.y) * s;
+        const u32 h = pack_act(f0, f1);
+        hi[c][2 * x + half] = h; lo[c][2 * x + half] = pack_act(f0 - act_lo(h), f1 - act_hi(h));
+      }
+    }
+  for (int j = warp; j < TILES; j += 8) {
+    float d[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      const uint4 w = a.wo[(j * CHUNKS + c) * 32 + lane];
+      mma_act(d, hi[c][0], hi[c][1], hi[c][2], hi[c][3], w.x, w.y); mma_act(d, hi[c][4], hi[c][5], hi[c][6], hi[c][7], w.z, w.w);
+      mma_act(d, lo[c][0], lo[c][1], lo[c][2], lo[c][3], w.x, w.y); mma_act(d, lo[c][4], lo[c][5], lo[c][6], lo[c][7], w.z, w.w);
+    }
+    const int e = 8 * j + 2 * q4;
+    const float2 centre = *(const float2*)(a.centre + hk * DV + e);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int r = g + 8 * half, seq = (v0 + r) / a.rows, row = (v0 + r) % a.rows;
+      if (r >= n_rows) continue;
+      const int q0 = a.q_start[seq];
+      if (row >= (a.q_start[seq + 1] - q0) * GROUP) continue;
+      const bool any = stat[r][0] > 0.f;                     // a sequence of length 0 gives zeros
+      const u32 v = any ? pack_act(d[2 * half] + centre.x, d[2 * half + 1] + centre.y) : 0;
+      *(u32*)(a.out + (q0 + row / GROUP) * a.out_stride + (hk * GROUP + row % GROUP) * DV + e) = v;
+    }
+  }
+}

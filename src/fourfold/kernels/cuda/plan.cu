@@ -1,0 +1,53 @@
+// Cuts the keys of a batch into equal runs, one for each thread block of a KV head (decode.cu).
+//
+// One block of 1,024 threads; runs once a step, on the device, so that graphs need no host copy of the lengths.
+//   cum[b]   units (of `unit` tokens) before sequence b, cum[batch] all of them
+//   runs[w]  (sequence, unit inside it) where run w starts
+//   meta[0]  units a run
+// A sequence starts at its first visible token, rounded down to 16, if there is a window.
+#include "mma.h"
+
+extern "C" __global__ void __launch_bounds__(1024) plan(
+    const int* lengths, const int* q_start, int* cum, int2* runs, int* meta, int batch, int n_runs, int unit, int window, int min_units) {
+  __shared__ int warp_sums[32];
+  __shared__ int carry, per;
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  if (tid == 0) { carry = 0; cum[0] = 0; }
+  wait_predecessor();
+  release_successor();
+  __syncthreads();
+  for (int b0 = 0; b0 < batch; b0 += 1024) {
+    const int b = b0 + tid;
+    int n = 0;
+    if (b < batch) {
+      const int len = lengths[b], ql = q_start[b + 1] - q_start[b];
+      const int first = window > 0 ? max(0, len - ql - window + 1) & ~15 : 0;
+      if (len > 0 && ql > 0) n = (len - first + unit - 1) / unit;
+    }
+    int x = n;
+#pragma unroll
+    for (int o = 1; o < 32; o *= 2) { const int y = __shfl_up_sync(FULL, x, o); if (lane >= o) x += y; }
+    if (lane == 31) warp_sums[warp] = x;
+    __syncthreads();
+    if (warp == 0) {
+      int s = warp_sums[lane];
+#pragma unroll
+      for (int o = 1; o < 32; o *= 2) { const int y = __shfl_up_sync(FULL, s, o); if (lane >= o) s += y; }
+      warp_sums[lane] = s;
+    }
+    __syncthreads();
+    const int before = carry + (warp ? warp_sums[warp - 1] : 0);
+    if (b < batch) cum[b + 1] = before + x;
+    __syncthreads();
+    if (tid == 1023) carry = before + x;
+    __syncthreads();
+  }
+  if (tid == 0) { per = max((carry + n_runs - 1) / n_runs, min_units); meta[0] = per; }
+  __syncthreads();
+  for (int w = tid; w < n_runs; w += 1024) {
+    const int u = w * per;
+    int lo = 0, hi = batch;                      // the last sequence with cum[lo] <= u
+    while (hi - lo > 1) { const int mid = (lo + hi) / 2; if (cum[mid] <= u) lo = mid; else hi = mid; }
+    runs[w] = make_int2(lo, u - cum[lo]);
+  }
+}

@@ -1,0 +1,34 @@
+// Rows of activations times a packed D x N matrix of one KV head, on the matrix unit.
+//
+// The matrix is packed on the host (pack.py) as [tile of 8 columns][chunk of 32 rows][lane][8 elements], which is what
+// each lane feeds to the unit, and is copied to shared memory once a block.  A warp holds 16 rows in registers: lane
+// (g, q) loads elements 32 c + 8 q .. + 7 of rows g and g + 8, 16 bytes at a time.
+#pragma once
+#include "mma.h"
+
+// A operand of 16 rows from global memory; a row pointer may be null (then zeros)
+template <int CHUNKS, int WIDTH> DEV void load_rows(u32 (&r)[CHUNKS][8], const u16* row0, const u16* row1, int q4) {
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const u16* row = half ? row1 : row0;
+      uint4 v = make_uint4(0, 0, 0, 0);
+      if (row && (WIDTH % 32 == 0 || 32 * c + 8 * q4 < WIDTH)) v = __ldg((const uint4*)(row + 32 * c + 8 * q4));
+      r[c][half] = v.x; r[c][2 + half] = v.y; r[c][4 + half] = v.z; r[c][6 + half] = v.w;
+    }
+}
+// 16 rows times tile j of the matrix in shared memory
+template <int CHUNKS> DEV void multiply(float (&d)[4], const u32 (&r)[CHUNKS][8], u32 matrix, int j, int lane) {
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    const uint4 w = lds128(matrix + ((j * CHUNKS + c) * 32 + lane) * 16);
+    mma_act(d, r[c][0], r[c][1], r[c][2], r[c][3], w.x, w.y);
+    mma_act(d, r[c][4], r[c][5], r[c][6], r[c][7], w.z, w.w);
+  }
+}
+template <int BYTES, int THREADS> DEV void load_matrix(u32 dst, const void* src) {
+#pragma unroll 4
+  for (int i = threadIdx.x * 16; i < BYTES; i += THREADS * 16) copy16(dst + i, (const char*)src + i);
+  copy_commit();
+}
