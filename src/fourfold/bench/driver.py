@@ -1,0 +1,77 @@
+"""Runs vLLM's own load generator, ``vllm.benchmarks.serve``, in a process of its own.
+
+``python -m fourfold.bench.driver [flags of vllm bench serve]``.  Why not the ``vllm`` script: the one of the CPU
+wheel does not start.  One thing is added: vLLM counts a stream that breaks off after its first token as a success, so
+every stream is watched for a ``finish_reason``, and one without becomes an error that starts with ``answers.CUT``.
+
+vLLM is loaded by name, when this module runs as a program; no module of ``fourfold.bench`` imports it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import importlib
+import json
+import sys
+from typing import Any
+
+from fourfold.bench.answers import CUT
+
+_finish: contextvars.ContextVar[list[str]] = contextvars.ContextVar("finish")
+
+
+def finish_reasons(message: str) -> list[str]:
+    """``finish_reason`` of every choice in one server-sent event that has one."""
+    body = message.removeprefix("data:").strip()
+    if "finish_reason" not in body:
+        return []
+    try:
+        choices = json.loads(body).get("choices") or []
+    except (ValueError, AttributeError):
+        return []
+    return [str(choice["finish_reason"]) for choice in choices if choice.get("finish_reason")]
+
+
+def watch(module: Any) -> None:
+    """Make every request function of vLLM's ``endpoint_request_func`` module report cut streams as errors."""
+    handler = module.StreamedResponseHandler
+
+    class Watching(handler):  # type: ignore[misc, valid-type]
+        def add_chunk(self, chunk_bytes: bytes) -> list[str]:
+            messages: list[str] = super().add_chunk(chunk_bytes)
+            seen = _finish.get(None)
+            if seen is not None:
+                for message in messages:
+                    seen.extend(finish_reasons(message))
+            return messages
+
+    def watched(function: Any) -> Any:
+        async def call(request_func_input: Any, session: Any, pbar: Any = None) -> Any:
+            reasons: list[str] = []
+            _finish.set(reasons)  # asyncio gives every task its own context, so requests do not mix
+            output = await function(request_func_input=request_func_input, session=session, pbar=pbar)
+            if output.success and (not reasons or "abort" in reasons or "error" in reasons):
+                output.success, output.error = False, f"{CUT}: finish_reason {reasons[-1] if reasons else 'missing'}"
+            return output
+
+        return call
+
+    module.StreamedResponseHandler = Watching
+    functions = module.ASYNC_REQUEST_FUNCS
+    for name in ("vllm", "openai", "openai-chat"):
+        if name in functions:
+            functions[name] = watched(functions[name])
+
+
+def run(arguments: list[str]) -> None:
+    """Parse the flags of ``vllm bench serve`` and run it."""
+    watch(importlib.import_module("vllm.benchmarks.lib.endpoint_request_func"))
+    serve = importlib.import_module("vllm.benchmarks.serve")
+    parser_type = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
+    parser = parser_type(prog="vllm bench serve")
+    serve.add_cli_args(parser)
+    serve.main(parser.parse_args(arguments))
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

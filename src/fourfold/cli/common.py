@@ -1,0 +1,99 @@
+"""What every command shares: consoles, the error contract, JSON output, sizes and settings."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+
+from fourfold.config import Settings
+from fourfold.errors import FourfoldError
+
+EXIT_FAILURE = 1
+"""The command ran and what it measured failed."""
+EXIT_INPUT = 2
+"""The input cannot be used, or a promise cannot be kept."""
+
+err = Console(stderr=True, highlight=False)
+"""Progress and messages; stdout is kept for results."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?\s*$")
+_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_bytes(text: str) -> int:
+    """``5GiB``, ``48M``, ``2GB`` or plain bytes.
+
+    As vLLM reads ``--kv-cache-memory-bytes``: a bare capital letter (``48M``) is binary and a small one
+    (``48m``) decimal; ``MiB`` is always binary and ``MB`` always decimal.
+    """
+    match = _SIZE.match(text)
+    if not match:
+        raise FourfoldError(f"{text!r} is not an amount of memory", fix="write it like 5GiB, 48M or 1073741824")
+    number, letter, unit = match.group(1), match.group(2), (match.group(3) or "").lower()
+    binary = unit == "ib" or (unit == "" and letter.isupper())
+    value = int(float(number) * (1024 if binary else 1000) ** _POWER[letter.lower()])
+    if value <= 0:
+        raise FourfoldError("the amount of memory must be more than nothing", fix="write it like 5GiB")
+    return value
+
+
+def emit_json(value: Any) -> None:
+    """Print one JSON document to stdout and nothing else."""
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def fail(error: FourfoldError) -> NoReturn:
+    """Print the one message of an input error and leave with code 2."""
+    err.print(f"[bold red]error:[/] {error}", markup=True, soft_wrap=True)
+    raise typer.Exit(EXIT_INPUT)
+
+
+def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """Turn ``FourfoldError`` into a message and exit code 2."""
+
+    @functools.wraps(command)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except FourfoldError as error:
+            fail(error)
+        except KeyboardInterrupt:
+            err.print("interrupted")
+            raise typer.Exit(130) from None
+
+    return wrapper
+
+
+def make_settings(calibration: str | None, prefill: str | None, cache_dir: Path | None) -> Settings:
+    """Settings from the environment, with the flags that were given on top.
+
+    Raises:
+        FourfoldError: for a value that is not known, before anything is started.
+    """
+    import os
+
+    environ = dict(os.environ)
+    for name, value in (
+        ("FOURFOLD_CALIBRATION", calibration),
+        ("FOURFOLD_PREFILL", prefill),
+        ("FOURFOLD_CACHE_DIR", str(cache_dir) if cache_dir else None),
+    ):
+        if value is not None:
+            environ[name] = value
+    settings = Settings.from_env(environ)
+    if settings.calibration not in ("auto", "none") and not Path(settings.calibration).is_file():
+        raise FourfoldError(
+            f"there is no calibration file {settings.calibration}", fix="pass auto, none, or the path of a file"
+        )
+    return settings

@@ -1,0 +1,71 @@
+"""KV modes: the names that commands, reports and JSON use, and how each is asked for.
+
+A mode is a set of server flags plus the plugin's switch.  The plugin is switched per process, so every mode
+runs in a process of its own with the environment that ``environment`` returns.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fourfold.config import Settings
+from fourfold.errors import FourfoldError
+
+
+@dataclass(frozen=True, slots=True)
+class KvMode:
+    """One way to keep keys and values.
+
+    Attributes:
+        name: as in ``--kv`` and in JSON.
+        title: a few words for tables and plots.
+        plugin: whether the Fourfold plugin is switched on.
+        cache_dtype: vLLM's ``--kv-cache-dtype``; ``auto`` keeps the dtype of the model.
+    """
+
+    name: str
+    title: str
+    plugin: bool = False
+    cache_dtype: str = "auto"
+
+    @property
+    def flags(self) -> list[str]:
+        """Flags of ``vllm serve`` that ask for this mode."""
+        return [] if self.cache_dtype == "auto" else ["--kv-cache-dtype", self.cache_dtype]
+
+
+MODES: dict[str, KvMode] = {
+    mode.name: mode
+    for mode in (
+        KvMode("bf16", "16-bit (vLLM's default)"),
+        KvMode("fp8", "8-bit float", cache_dtype="fp8"),
+        KvMode("int4_per_token_head", "vLLM's 4-bit integers", cache_dtype="int4_per_token_head"),
+        KvMode("turboquant_4bit_nc", "vLLM's TurboQuant", cache_dtype="turboquant_4bit_nc"),
+        KvMode("fourfold", "Fourfold 4-bit pages", plugin=True),
+    )
+}
+
+
+def parse_modes(text: str) -> list[KvMode]:
+    """``"bf16,fourfold"`` to modes, in that order and without repeats.
+
+    Raises:
+        FourfoldError: for an unknown or an empty list.
+    """
+    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    unknown = [name for name in names if name not in MODES]
+    if unknown or not names:
+        raise FourfoldError(
+            f"unknown KV mode {', '.join(unknown)}" if unknown else "no KV mode given",
+            fix=f"use a comma-separated list of {', '.join(MODES)}",
+        )
+    return [MODES[name] for name in names]
+
+
+def environment(mode: KvMode, settings: Settings, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """A copy of ``base`` (default: this process's environment) in which the engine runs ``mode``."""
+    values = dict(os.environ if base is None else base)
+    values.update(replace(settings, enabled=mode.plugin).to_env())
+    return values
