@@ -24,7 +24,7 @@ constexpr int KB = 16 * RK, VB = 16 * RV;              // bytes of 16 tokens
 constexpr int STAGE = NT * (KB + VB), SCALES = NT * 64;
 constexpr int RING = ST * (STAGE + SCALES);            // bytes a warp
 constexpr int ROWS = 8 * NB;
-constexpr bool Q_SHARED = CK * NB * 4 > 32;            // query operand in shared memory instead of registers
+constexpr bool Q_SHARED = NB > 1;                      // query operand in shared memory instead of registers
 constexpr int Q_BYTES = Q_SHARED ? NB * CK * 512 : 0;
 constexpr float HEAD = 6.f, LIMIT = 14.f;              // log2 of the largest weight after a raise, and before the next
 constexpr u32 LOW = 0x000F000Fu, HIGH = 0x00F000F0u;

@@ -7,8 +7,16 @@
 // A sequence starts at its first visible token, rounded down to 16, if there is a window.
 #include "mma.h"
 
-extern "C" __global__ void __launch_bounds__(1024) plan(
-    const int* lengths, const int* q_start, int* cum, int2* runs, int* meta, int batch, int n_runs, int unit, int window, int min_units) {
+struct Args {
+  const int* lengths; const int* q_start;
+  int* cum; int2* runs; int* meta;
+  int batch, n_runs, unit, window, min_units;
+};
+
+extern "C" __global__ void __launch_bounds__(1024) plan(const __grid_constant__ Args a) {
+  const int* lengths = a.lengths; const int* q_start = a.q_start;
+  int* cum = a.cum; int2* runs = a.runs;
+  const int batch = a.batch, n_runs = a.n_runs, unit = a.unit, window = a.window;
   __shared__ int warp_sums[32];
   __shared__ int carry, per;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -42,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan(
     if (tid == 1023) carry = before + x;
     __syncthreads();
   }
-  if (tid == 0) { per = max((carry + n_runs - 1) / n_runs, min_units); meta[0] = per; }
+  if (tid == 0) { per = max((carry + n_runs - 1) / n_runs, a.min_units); a.meta[0] = per; }
   __syncthreads();
   for (int w = tid; w < n_runs; w += 1024) {
     const int u = w * per;

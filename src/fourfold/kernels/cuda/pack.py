@@ -1,0 +1,127 @@
+"""LayerParams in the order that the kernels' matrix units read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from fourfold.quant.params import LayerParams
+
+
+def chunks(size: int) -> int:
+    """Chunks of 32 elements that hold a row."""
+    return (size + 31) // 32
+
+
+def pack_matrix(matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Operand order of project.h.
+
+    Args:
+        matrix: [heads, K, C] float.
+        columns: [tiles * 8] column of ``matrix`` that each output column takes, -1 for zeros.
+
+    Returns:
+        [heads, tiles, chunks of 32 rows, 32 lanes, 8]: lane 4 g + q of tile j holds rows 32 c + 8 q .. + 7 of
+        output column 8 j + g.
+    """
+    heads, rows, _ = matrix.shape
+    n_chunks, tiles = chunks(rows), columns.numel() // 8
+    picked = matrix[:, :, columns.clamp_min(0)] * (columns >= 0)
+    padded = torch.zeros(heads, n_chunks * 32, tiles * 8, dtype=matrix.dtype, device=matrix.device)
+    padded[:, :rows] = picked
+    # [heads, chunk, q, 8, tile, g] -> [heads, tile, chunk, g, q, 8]
+    split = padded.view(heads, n_chunks, 4, 8, tiles, 8)
+    return split.permute(0, 4, 1, 5, 2, 3).reshape(heads, tiles, n_chunks, 32, 8).contiguous()
+
+
+def operand_order(size: int) -> torch.Tensor:
+    """Element of a key that each position of decode.cu's query operand holds, -1 for padding: [32 chunks].
+
+    Position 32 c + 8 q + 4 h + 2 b + x belongs to byte 16 c + 4 q + 2 x + h of a row, low nibble for b = 0.
+    """
+    p = torch.arange(32 * chunks(size))
+    c, q, h, b, x = p // 32, p // 8 % 4, p // 4 % 2, p // 2 % 2, p % 2
+    byte = 16 * c + 4 * q + 2 * x + h
+    return torch.where(byte < size // 2, byte + b * (size // 2), -1)
+
+
+def query_columns(size: int) -> torch.Tensor:
+    """Position of the query operand that each output column of query.cu is: lane q of a quad writes a quarter."""
+    n = 32 * chunks(size)
+    column = torch.arange(n)
+    tile, g = column // 8, column % 8
+    return (n // 4) * (g // 2) + 2 * tile + g % 2
+
+
+@dataclass(frozen=True, slots=True)
+class PackedParams:
+    """One layer's quantiser on the GPU.
+
+    Attributes:
+        dtype: float16 or bfloat16, of activations and matrices.
+        wq, wk: packed per KV head; wv, wo: packed once for all heads.
+        key_bias, value_bias: [2, HK, D or Dv] float32: what is subtracted at any position, and at position 0.
+        value_centre: [HK, Dv] float32.
+        sink_key: [HK, 32 chunks] float32 in the query operand's order; sink_value: [HK, Dv] float32.
+        sink: whether position 0 has its own centre.
+    """
+
+    dtype: torch.dtype
+    wq: torch.Tensor
+    wk: torch.Tensor
+    wv: torch.Tensor
+    wo: torch.Tensor
+    key_bias: torch.Tensor
+    value_bias: torch.Tensor
+    value_centre: torch.Tensor
+    sink_key: torch.Tensor
+    sink_value: torch.Tensor
+    sink: bool
+    head_size: int
+    head_size_v: int
+    kv_heads: int
+
+
+def pack_params(params: LayerParams, dtype: torch.dtype, device: torch.device | str) -> PackedParams:
+    """Round the matrices to ``dtype``, fold the centres into biases with the same rounding, and reorder."""
+    params = params.to("cpu")
+    d, dv = params.head_size, params.head_size_v
+    wk = params.key_matrix.to(dtype)
+    wv = params.value_matrix.to(dtype)[None]
+    wo = params.value_matrix.T.contiguous().to(dtype)[None]
+    order = operand_order(d)
+    columns = order[query_columns(d)]
+    nibble = torch.where(torch.arange(32 * chunks(d)) // 2 % 2 == 1, 16.0, 1.0)[query_columns(d)]
+    picked = params.query_matrix.to(dtype)[:, :, columns.clamp_min(0)] * (columns >= 0)
+    wq = pack_matrix((picked / nibble).to(dtype), torch.arange(columns.numel()))
+    key_bias = torch.einsum("hd,hde->he", params.key_centre, wk.float())
+    value_bias = params.value_centre @ wv[0].float()
+    operand_nibble = torch.where(torch.arange(order.numel()) // 2 % 2 == 1, 16.0, 1.0)
+    sink_key = params.sink_key[:, order.clamp_min(0)] * (order >= 0) * operand_nibble
+    return PackedParams(
+        dtype=dtype,
+        wq=wq.to(device),
+        wk=pack_matrix(wk, torch.arange(d)).to(device),
+        wv=pack_matrix(wv, torch.arange(dv)).to(device),
+        wo=pack_matrix(wo, torch.arange(dv)).to(device),
+        key_bias=torch.stack([key_bias, key_bias + params.sink_key]).contiguous().to(device),
+        value_bias=torch.stack([value_bias, value_bias + params.sink_value]).contiguous().to(device),
+        value_centre=params.value_centre.contiguous().to(device),
+        sink_key=sink_key.contiguous().to(device),
+        sink_value=params.sink_value.contiguous().to(device),
+        sink=bool(params.sink_key.any() or params.sink_value.any()),
+        head_size=d,
+        head_size_v=dv,
+        kv_heads=params.kv_heads,
+    )
+
+
+QUERY_GAIN = 16.0
+"""Power of two that keeps small queries out of fp16's denormals; undone by decode.cu's ``k_factor``."""
+
+
+def query_scale(scale: float) -> float:
+    """Factor of query.cu: softmax scale, log2(e) and the gain."""
+    return scale * math.log2(math.e) * QUERY_GAIN
