@@ -20,6 +20,7 @@ ENVIRONMENT: dict[str, tuple[str, str]] = {
     # attribute: (variable, what it does)
     "enabled": ("FOURFOLD", "1 switches the plugin on, 0 or unset leaves vLLM as it is"),
     "calibration": ("FOURFOLD_CALIBRATION", "auto (default), none (data-free), or a .safetensors file"),
+    "calibration_text": ("FOURFOLD_CALIBRATION_TEXT", "a UTF-8 text file to calibrate on (default: the one shipped)"),
     "prefill": ("FOURFOLD_PREFILL", "pages (default): every query reads codes; raw: a chunk reads itself unquantised"),
     "cache_dir": ("FOURFOLD_CACHE_DIR", "calibrations and compiled kernels (default ~/.cache/fourfold)"),
 }
@@ -39,6 +40,7 @@ class Settings:
         enabled: the plugin does nothing at all unless this is set.
         calibration: ``auto`` calibrates at the first start and caches by model and revision; ``none`` uses
             what the weights alone tell; anything else is the path of a calibration file.
+        calibration_text: what to calibrate on; empty for the text that ships with Fourfold.
         prefill: ``pages``: every query attends to the codes that later queries will also see, so that text
             does not depend on chunking, prefix hits, preemption or speculation.  ``raw``: the tokens of a
             chunk attend to each other unquantised; slightly better text, no such promise.
@@ -47,6 +49,7 @@ class Settings:
 
     enabled: bool = False
     calibration: str = "auto"
+    calibration_text: str = ""
     prefill: Prefill = "pages"
     cache_dir: Path = Path("~/.cache/fourfold")
 
@@ -71,6 +74,7 @@ class Settings:
         return cls(
             enabled=switch in ("1", "true"),
             calibration=calibration,
+            calibration_text=env.get("FOURFOLD_CALIBRATION_TEXT", ""),
             prefill=prefill,  # type: ignore[arg-type]
             cache_dir=Path(cache).expanduser() if cache else default_cache_dir(env),
         )

@@ -91,7 +91,9 @@ def unpack_row(row: torch.Tensor) -> torch.Tensor:
     return torch.cat([row & 15, row >> 4], -1)
 
 
-def page_views(cache: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def page_views(
+    cache: torch.Tensor, layout: PageLayout
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of a cache [pages, HK, head_page_bytes] uint8: key codes [pages, HK, block, D/2], value codes
     [pages, HK, block, Dv/2], key scales and value scales [pages, HK, block] float16."""
     pages, heads, _ = cache.shape
