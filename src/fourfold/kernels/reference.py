@@ -67,11 +67,11 @@ def attend(
         kv = head // (heads // kv_heads)
         keys = np.zeros((length, head_size))
         values = np.zeros((length, head_size_v))
-        for token in range(length):
-            page_keys, page_values = read_page(
-                cache[block_table[token // block_size], kv], block_size, head_size, head_size_v
-            )
-            keys[token], values[token] = page_keys[token % block_size], page_values[token % block_size]
+        for first in range(0, length, block_size):
+            page = cache[block_table[first // block_size], kv]
+            page_keys, page_values = read_page(page, block_size, head_size, head_size_v)
+            keep = min(block_size, length - first)
+            keys[first : first + keep], values[first : first + keep] = page_keys[:keep], page_values[:keep]
         if length:
             keys[0] += sink_key[kv]
             values[0] += sink_value[kv]

@@ -36,7 +36,9 @@ def _bindings() -> tuple[Any, Any]:
 
 def _checked(result: tuple[Any, ...], what: str) -> Any:
     if int(result[0]) != 0:
-        raise FourfoldError(f"{what} failed", why=f"{result[0]!r}", fix="run `fourfold doctor` and check the GPU driver")
+        raise FourfoldError(
+            f"{what} failed", why=f"{result[0]!r}", fix="run `fourfold doctor` and check the GPU driver"
+        )
     return result[1] if len(result) == 2 else result[1:]
 
 
@@ -137,7 +139,9 @@ def _load(name: str, defines: tuple[tuple[str, int], ...], device: int, shared: 
     return Kernel(function, name, dependent and capability >= (9, 0))
 
 
-def load(name: str, defines: Mapping[str, int], device: torch.device, shared: int = 0, dependent: bool = True) -> Kernel:
+def load(
+    name: str, defines: Mapping[str, int], device: torch.device, shared: int = 0, dependent: bool = True
+) -> Kernel:
     """Compile (or read from the cache) and load a kernel on a device; calls with equal arguments share it."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return _load(name, tuple(sorted(defines.items())), index, shared, dependent)

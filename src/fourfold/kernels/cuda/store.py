@@ -88,6 +88,3 @@ def store(
         layout.num_kv_heads,
     )
     kernel.launch((grid, 2 * layout.num_kv_heads), 256, shared, arguments, stream_of(device))
-
-
-
