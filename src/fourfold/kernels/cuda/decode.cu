@@ -61,9 +61,9 @@ struct Args {
   const u8* cache; i64 page_stride, head_stride;        // bytes
   const int* table; int table_stride;                   // block table [sequences, table_stride]
   const int* lengths; const int* q_start;               // [B] tokens with the new ones; [B + 1] first query of each
-  const int* cum; const int2* runs; const int* meta;    // plan: units before each sequence; (sequence, unit) of each run; {units a run}
+  const int* cum; const int4* runs;                     // plan: units before each sequence; where each run starts (plan.cu)
   const u16* q; const float2* aux;                      // query operand [tokens, H, 32 CK]; (-7.5 * 2^-24 sum q, sink score)
-  float* po; float* pm;                                 // partials [HK, row blocks, slots, R, DV] and [.., R, 3] (maximum, sum, weight of token 0)
+  float* po; float* pm;                                 // partials [HK, row blocks, slots, R, DV] and [.., R, 4] (maximum, sum, weight of token 0, -)
   int batch, kv_heads, row_blocks, rows, slots, window; // rows = query length * GROUP, the most of any sequence
   float k_factor, cap;                                  // k_factor undoes the scaling of codes and q (and divides by cap)
 };
@@ -79,48 +79,25 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
   for (int i = 0; i < (CK + 1) / 2; i++) krow[i] = matrix_row<RK, CK>(i, lane);
 #pragma unroll
   for (int i = 0; i < (CV + 1) / 2; i++) vrow[i] = matrix_row<RV, CV>(i, lane);
-  wait_predecessor();
-  release_successor();
-  int2 at = a.runs[run];
-  int seq = at.x, unit = at.y, left = min(a.meta[0], a.cum[a.batch] - run * a.meta[0]);
+  const int4 start = a.runs[2 * run], start2 = a.runs[2 * run + 1];
+  int seq = start.x, unit = start.y, left = start.z, len = start.w, q0 = start2.x, ql = start2.y, in_seq = start2.z;
+  if (left <= 0) wait_predecessor();  // a grid must not end before its predecessor
 
-  for (; left > 0; seq++, unit = 0) {
-    const int n_units = min(a.cum[seq + 1] - a.cum[seq] - unit, left);
-    if (n_units <= 0) continue;
+  for (bool fresh = false; left > 0; fresh = true) {
+    if (fresh) {
+      seq++; unit = 0; in_seq = a.cum[seq + 1] - a.cum[seq];
+      len = a.lengths[seq]; q0 = a.q_start[seq]; ql = a.q_start[seq + 1] - q0;
+      if (in_seq == 0) continue;
+    }
+    const int n_units = min(in_seq, left);
     left -= n_units;
-    const int len = a.lengths[seq], q0 = a.q_start[seq], ql = a.q_start[seq + 1] - q0;
-    if (row0 >= ql * GROUP) continue;
+    if (row0 >= ql * GROUP) { wait_predecessor(); continue; }
     const int first = WINDOW ? max(0, len - ql - a.window + 1) & ~15 : 0;
     const int last_visible = len - ql + min((row0 + ROWS - 1) / GROUP, ql - 1);      // by the last row of this block
     const int begin = first + unit * UNIT, end = min(begin + n_units * UNIT, last_visible + 1);
     const int all_visible = len - ql + row0 / GROUP + 1;                             // tokens before this need no causal mask
     const int all_inside = WINDOW ? last_visible - a.window + 1 : 0;                 // tokens from here on need no window mask
 
-    // ---- the query operand
-    u32 qb[Q_SHARED ? 1 : NB][Q_SHARED ? 1 : CK][4];
-    float q_off[NB][4], m[NB][2], limit[NB][2], l[NB][2], p0[NB][2], sink[NB][2];
-    if (Q_SHARED) __syncthreads();
-#pragma unroll
-    for (int n = 0; n < NB; n++) {
-      const int r = row0 + 8 * n + g;
-      const bool ok = r < ql * GROUP;
-      const u16* src = a.q + ((i64)(q0 + r / GROUP) * a.kv_heads * GROUP + hk * GROUP + r % GROUP) * (32 * CK) + 8 * q4;
-#pragma unroll
-      for (int c = 0; c < CK; c++) {
-        uint4 v = ok ? *(const uint4*)(src + 32 * c) : make_uint4(0, 0, 0, 0);
-        if constexpr (Q_SHARED) { if (warp == 0) *(uint4*)(smem + ((n * CK + c) * 32 + lane) * 16) = v; }
-        else { qb[n][c][0] = v.x; qb[n][c][1] = v.y; qb[n][c][2] = v.z; qb[n][c][3] = v.w; }
-      }
-#pragma unroll
-      for (int x = 0; x < 2; x++) {
-        const int r2 = row0 + 8 * n + 2 * q4 + x;
-        float2 v = make_float2(0.f, 0.f);
-        if (r2 < ql * GROUP) v = a.aux[(i64)(q0 + r2 / GROUP) * a.kv_heads * GROUP + hk * GROUP + r2 % GROUP];
-        q_off[n][x] = q_off[n][2 + x] = v.x; sink[n][x] = v.y;
-        m[n][x] = 0.f; limit[n][x] = -1e30f; l[n][x] = 0.f; p0[n][x] = 0.f;
-      }
-    }
-    if (Q_SHARED) __syncthreads();
     float acc[NB][2 * CV][4], ones[NB][4];
 #pragma unroll
     for (int n = 0; n < NB; n++) {
@@ -153,13 +130,49 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
       }
     };
     int next = begin + warp * TILE;
-    if (next < end) pages(next);
+    {
+      int ahead[ST - 1][NT];  // all page numbers first: they are one latency together, not one each
 #pragma unroll
-    for (int i = 0; i < ST - 1; i++) {
-      if (next < end) { issue(next, i); next += UNIT; if (next < end) pages(next); }
-      copy_commit();
+      for (int i = 0; i < ST - 1; i++)
+#pragma unroll
+        for (int n = 0; n < NT; n++) ahead[i][n] = __ldg(table + min(min(next + i * UNIT, end - 1) + 16 * n, last_group) / PS);
+#pragma unroll
+      for (int i = 0; i < ST - 1; i++) {
+#pragma unroll
+        for (int n = 0; n < NT; n++) page[n] = ahead[i][n];
+        if (next < end) { issue(next, i); next += UNIT; }
+        copy_commit();
+      }
+      if (next < end) pages(next);
     }
 
+    // ---- the query operand, the only thing that the preceding kernel makes
+    wait_predecessor();
+    release_successor();
+    u32 qb[Q_SHARED ? 1 : NB][Q_SHARED ? 1 : CK][4];
+    float q_off[NB][4], m[NB][2], limit[NB][2], l[NB][2], p0[NB][2], sink[NB][2];
+    if (Q_SHARED) __syncthreads();
+#pragma unroll
+    for (int n = 0; n < NB; n++) {
+      const int r = row0 + 8 * n + g;
+      const bool ok = r < ql * GROUP;
+      const u16* src = a.q + ((i64)(q0 + r / GROUP) * a.kv_heads * GROUP + hk * GROUP + r % GROUP) * (32 * CK) + 8 * q4;
+#pragma unroll
+      for (int c = 0; c < CK; c++) {
+        uint4 v = ok ? *(const uint4*)(src + 32 * c) : make_uint4(0, 0, 0, 0);
+        if constexpr (Q_SHARED) { if (warp == 0) *(uint4*)(smem + ((n * CK + c) * 32 + lane) * 16) = v; }
+        else { qb[n][c][0] = v.x; qb[n][c][1] = v.y; qb[n][c][2] = v.z; qb[n][c][3] = v.w; }
+      }
+#pragma unroll
+      for (int x = 0; x < 2; x++) {
+        const int r2 = row0 + 8 * n + 2 * q4 + x;
+        float2 v = make_float2(0.f, 0.f);
+        if (r2 < ql * GROUP) v = a.aux[(i64)(q0 + r2 / GROUP) * a.kv_heads * GROUP + hk * GROUP + r2 % GROUP];
+        q_off[n][x] = q_off[n][2 + x] = v.x; sink[n][x] = v.y;
+        m[n][x] = 0.f; limit[n][x] = -1e30f; l[n][x] = 0.f; p0[n][x] = 0.f;
+      }
+    }
+    if (Q_SHARED) __syncthreads();
     int stage = 0;
     for (int t0 = begin + warp * TILE; t0 < end; t0 += UNIT) {
       copy_wait<ST - 2>();
@@ -349,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
           o.x += f * v.x; o.y += f * v.y; o.z += f * v.z; o.w += f * v.w;
         }
         *(float4*)(a.po + (slot + 8 * b + r) * DV + c) = o;
-        if (c == 0) { float* pm = a.pm + (slot + 8 * b + r) * 3; pm[0] = top; pm[1] = z; pm[2] = first_weight; }
+        if (c == 0) { *(float4*)(a.pm + (slot + 8 * b + r) * 4) = make_float4(top, z, first_weight, 0.f); }
       }
     }
     __syncthreads();

@@ -37,7 +37,7 @@ _DecodeArgs = structure(
     "DecodeArgs",
     [("cache", c_void_p), ("page_stride", c_longlong), ("head_stride", c_longlong)]
     + [("table", c_void_p), ("table_stride", c_int)]
-    + [(n, c_void_p) for n in ("lengths", "q_start", "cum", "runs", "meta", "q", "aux", "po", "pm")]
+    + [(n, c_void_p) for n in ("lengths", "q_start", "cum", "runs", "q", "aux", "po", "pm")]
     + [(n, c_int) for n in ("batch", "kv_heads", "row_blocks", "rows", "slots", "window")]
     + [("k_factor", c_float), ("cap", c_float)],
 )
@@ -74,11 +74,12 @@ def choose_tiling(layout: PageLayout, rows: int, shared_limit: int) -> Tiling:
     most = 4 if wide <= 128 else 2
     row_tiles = next(n for n in (1, 2, 4) if 8 * n >= rows or n == most)
     blocks = {1: 4, 2: 3, 4: 2}[row_tiles] if wide <= 128 else {1: 3, 2: 2}[row_tiles]
-    tiling = Tiling(row_tiles, 1, 3, blocks)
+    tokens = 2 if row_tiles == 1 and wide <= 128 else 1
+    tiling = Tiling(row_tiles, tokens, 2, blocks)
     while tiling.blocks > 1 and tiling.blocks * (tiling.shared(layout) + 1024) > shared_limit:
-        tiling = Tiling(row_tiles, 1, 3, tiling.blocks - 1)
-    for stages in range(4, 9):
-        deeper = Tiling(row_tiles, 1, stages, tiling.blocks)
+        tiling = Tiling(row_tiles, tokens, 2, tiling.blocks - 1)
+    for stages in range(3, 7):
+        deeper = Tiling(row_tiles, tokens, stages, tiling.blocks)
         if deeper.blocks * (deeper.shared(layout) + 1024) <= shared_limit:
             tiling = deeper
     return tiling
@@ -161,8 +162,8 @@ class Decode:
         """
         batch, (n_runs, row_blocks), tiling = lengths.numel(), self.runs(max_query), self.tiling(max_query)
         kernel = load("plan", {"ACT_BF16": self.bf16}, self.device, dependent=False)
-        numbers = torch.empty(batch + 2 + 2 * n_runs, dtype=torch.int32, device=self.device)
-        runs, cum, meta = numbers[: 2 * n_runs], numbers[2 * n_runs : -1], numbers[-1:]
+        numbers = torch.empty(batch + 2 + 8 * n_runs, dtype=torch.int32, device=self.device)
+        runs, cum, meta = numbers[: 8 * n_runs], numbers[8 * n_runs : -1], numbers[-1:]
         unit = WARPS * 16 * tiling.tokens
         arguments = _PlanArgs(
             *map(pointer, (lengths, query_start, cum, runs, meta)), batch, n_runs, unit, self.window, 1
@@ -179,7 +180,7 @@ class Decode:
         rows = min(max_query * self.group, 8 * self.tiling(max_query).row_tiles)
         partials = self.layout.num_kv_heads * row_blocks * (n_runs + batch) * rows
         q, aux = tokens * self.query_heads * 64 * chunks(self.layout.head_size), tokens * self.query_heads * 8
-        parts = (q, aux, partials * self.layout.head_size_v * 4, partials * 12)
+        parts = (q, aux, partials * self.layout.head_size_v * 4, partials * 16)
         return tuple(-(-p // 256) * 256 for p in parts)  # type: ignore[return-value]
 
     def __call__(
@@ -215,15 +216,13 @@ class Decode:
         slots = plan.n_runs + batch
 
         d = layout.head_size
-        shared = 4 * chunks(d) * chunks(d) * 512
-        kernel = load("query", {"D": d, **common}, self.device, shared)
-        row_blocks = -(-tokens * self.group // 64)
-        grid = min(row_blocks, max(self.multiprocessors * 2 // heads, 1))
+        kernel = load("query", {"D": d, **common}, self.device)
+        grid = min(-(-tokens * self.group // 16), max(self.multiprocessors * 4 // heads, 1))
         sink = pointer(params.sink_key) if params.sink else 0
         kernel.launch(
             (grid, heads),
-            128,
-            shared,
+            256 if d > 128 else 128,
+            0,
             _QueryArgs(
                 pointer(query), query.stride(0), pointer(params.wq), sink, q, aux, tokens, heads,
                 query_scale(self.scale), self.scale * _LOG2E,
@@ -239,7 +238,7 @@ class Decode:
         shared = tiling.shared(layout)
         kernel = load("decode", defines, self.device, shared)
         cap = self.soft_cap * _LOG2E if self.soft_cap > 0 else 1.0
-        planned = [pointer(t) for t in (plan.lengths, plan.query_start, plan.cum, plan.runs, plan.meta)]
+        planned = [pointer(t) for t in (plan.lengths, plan.query_start, plan.cum, plan.runs)]
         kernel.launch(
             (plan.n_runs, heads * plan.row_blocks),
             WARPS * 32,

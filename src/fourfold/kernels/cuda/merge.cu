@@ -3,9 +3,12 @@
 // Compile-time: DV, GROUP, SINK, ACT_BF16.  out = (sum_i 2^(m_i - M) (acc_i + p0_i sink) / Z) Wo + centre.
 // A block of 8 warps takes up to 16 query rows of one KV head, so that the matrix is read once for 16 rows; the rotation
 // runs on the matrix unit with the rows split into two parts (high and low), which keeps 16 bits of each.
+// The matrix and the plan are read before the wait for decode.cu; partials are read without waiting for their weights.
 #include "mma.h"
 
-constexpr int CHUNKS = (DV + 31) / 32, TILES = DV / 8, PITCH = 32 * CHUNKS + 8, VEC = DV / 8;
+constexpr int CHUNKS = (DV + 31) / 32, TILES = DV / 8, PITCH = 32 * CHUNKS + 8, VEC = (DV + 127) / 128;
+constexpr int OWN = (TILES + 7) / 8, BATCH = VEC == 1 ? 8 : 4;
+constexpr bool AHEAD = OWN * CHUNKS <= 9;           // the matrix fits in registers
 
 struct Args {
   const float* po; const float* pm;                 // as written by decode.cu
@@ -17,54 +20,81 @@ struct Args {
 
 extern "C" __global__ void __launch_bounds__(256) merge(const __grid_constant__ Args a) {
   __shared__ float o[16 * PITCH];
-  __shared__ float stat[16][3];
+  __shared__ float stat[16][2];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q4 = lane & 3;
   const int hk = blockIdx.y, v0 = blockIdx.x * a.take, sharers = max(8 / a.take, 1);
   const int wide = 8 / sharers;                     // rows at a time; `sharers` warps share one row, by runs
   const int n_rows = min(a.take, a.batch * a.rows - v0);
+  uint4 w[AHEAD ? OWN : 1][AHEAD ? CHUNKS : 1];
+  if constexpr (AHEAD) {
+#pragma unroll
+    for (int i = 0; i < OWN; i++)
+#pragma unroll
+      for (int c = 0; c < CHUNKS; c++) w[i][c] = __ldg(a.wo + (min(warp + 8 * i, TILES - 1) * CHUNKS + c) * 32 + lane);
+  }
   for (int i = threadIdx.x; i < 16 * PITCH; i += 256) o[i] = 0.f;
-  if (threadIdx.x < 48) stat[0][threadIdx.x] = 0.f;
-  __syncthreads();
-  wait_predecessor();
-  release_successor();
+  if (threadIdx.x < 32) stat[0][threadIdx.x] = 0.f;
   const int per = a.meta[0];
+  __syncthreads();
   for (int r = warp % wide; r < n_rows; r += wide) {
     const int seq = (v0 + r) / a.rows, row = (v0 + r) % a.rows, rb = row / a.rows_block;
     const int c0 = a.cum[seq], c1 = a.cum[seq + 1], ql = a.q_start[seq + 1] - a.q_start[seq];
+    wait_predecessor();
+    release_successor();
     if (c1 == c0 || row >= ql * GROUP) continue;
-    const int w0 = c0 / per, count = (c1 - 1) / per - w0 + 1, in_block = min(a.rows - rb * a.rows_block, a.rows_block);
-    const i64 at = ((i64)(hk * a.row_blocks + rb) * a.slots + w0 + seq) * in_block + row - rb * a.rows_block;
-    float top = -1e30f;
-    for (int i = lane; i < count; i += 32) top = fmaxf(top, a.pm[(at + (i64)i * in_block) * 3]);
+    const int w0 = c0 / per, count = (c1 - 1) / per - w0 + 1, stride = min(a.rows, a.rows_block);
+    const i64 at = ((i64)(hk * a.row_blocks + rb) * a.slots + w0 + seq) * stride + row - rb * a.rows_block;
+    const float4* pm = (const float4*)a.pm;
+    float top = -1e30f, acc[VEC][4], z = 0.f, p0 = 0.f;
 #pragma unroll
-    for (int s = 16; s; s /= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, s));
-    float acc[(VEC + 15) / 16][4], z = 0.f, p0 = 0.f;
+    for (int c = 0; c < VEC; c++) acc[c][0] = acc[c][1] = acc[c][2] = acc[c][3] = 0.f;
+    for (int i0 = warp / wide; i0 < count; i0 += sharers * BATCH) {
+      float4 v[BATCH][VEC], st[BATCH];
 #pragma unroll
-    for (int c = 0; c < (VEC + 15) / 16; c++) acc[c][0] = acc[c][1] = acc[c][2] = acc[c][3] = 0.f;
-#pragma unroll 4
-    for (int i = warp / wide; i < count; i += sharers) {
-      const i64 p = at + (i64)i * in_block;
-      const float f = exp2_(a.pm[p * 3] - top);
-      z += f * a.pm[p * 3 + 1]; p0 += f * a.pm[p * 3 + 2];
+      for (int k = 0; k < BATCH; k++) {
+        const int i = i0 + k * sharers;
+        st[k] = i < count ? __ldcg(pm + at + (i64)i * stride) : make_float4(-1e30f, 0.f, 0.f, 0.f);
 #pragma unroll
-      for (int c = 0; c < (VEC + 15) / 16; c++) {
-        const int e = 4 * lane + 128 * c;
-        if (e < DV) { const float4 v = *(const float4*)(a.po + p * DV + e); acc[c][0] += f * v.x; acc[c][1] += f * v.y; acc[c][2] += f * v.z; acc[c][3] += f * v.w; }
+        for (int c = 0; c < VEC; c++) {
+          const int e = 4 * lane + 128 * c;
+          v[k][c] = i < count && e < DV ? __ldcg((const float4*)(a.po + (at + (i64)i * stride) * DV + e)) : make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+      }
+      float high = top;
+#pragma unroll
+      for (int k = 0; k < BATCH; k++) high = fmaxf(high, st[k].x);
+      const float keep = exp2_(top - high);
+      top = high; z *= keep; p0 *= keep;
+#pragma unroll
+      for (int c = 0; c < VEC; c++) { acc[c][0] *= keep; acc[c][1] *= keep; acc[c][2] *= keep; acc[c][3] *= keep; }
+#pragma unroll
+      for (int k = 0; k < BATCH; k++) {
+        const float f = exp2_(st[k].x - top);
+        z += f * st[k].y; p0 += f * st[k].z;
+#pragma unroll
+        for (int c = 0; c < VEC; c++) { acc[c][0] += f * v[k][c].x; acc[c][1] += f * v[k][c].y; acc[c][2] += f * v[k][c].z; acc[c][3] += f * v[k][c].w; }
       }
     }
     if (sharers == 1) {
 #pragma unroll
-      for (int c = 0; c < (VEC + 15) / 16; c++) { const int e = 4 * lane + 128 * c; if (e < DV) *(float4*)(o + r * PITCH + e) = make_float4(acc[c][0], acc[c][1], acc[c][2], acc[c][3]); }
+      for (int c = 0; c < VEC; c++) { const int e = 4 * lane + 128 * c; if (e < DV) *(float4*)(o + r * PITCH + e) = make_float4(acc[c][0], acc[c][1], acc[c][2], acc[c][3]); }
       if (lane == 0) { stat[r][0] = z; stat[r][1] = p0; }
-    } else {
+    } else {  // then one row a warp, and all warps are here: bring the sharers to one maximum
+      __shared__ float tops[8];
+      if (lane == 0) tops[warp] = top;
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + r), "r"(32 * sharers) : "memory");
+      float high = top;
+      for (int s = 0; s < sharers; s++) high = fmaxf(high, tops[s * wide + r]);
+      const float keep = exp2_(top - high);
 #pragma unroll
-      for (int c = 0; c < (VEC + 15) / 16; c++) { const int e = 4 * lane + 128 * c;
+      for (int c = 0; c < VEC; c++) { const int e = 4 * lane + 128 * c;
         if (e < DV)
 #pragma unroll
-          for (int x = 0; x < 4; x++) atomicAdd(o + r * PITCH + e + x, acc[c][x]); }
-      if (lane == 0) { atomicAdd(&stat[r][0], z); atomicAdd(&stat[r][1], p0); }
+          for (int x = 0; x < 4; x++) atomicAdd(o + r * PITCH + e + x, acc[c][x] * keep); }
+      if (lane == 0) { atomicAdd(&stat[r][0], z * keep); atomicAdd(&stat[r][1], p0 * keep); }
     }
   }
+  wait_predecessor();
   __syncthreads();
   // ---- rotate: rows are the M side
   u32 hi[CHUNKS][8], lo[CHUNKS][8];
@@ -84,13 +114,17 @@ extern "C" __global__ void __launch_bounds__(256) merge(const __grid_constant__ 
         hi[c][2 * x + half] = h; lo[c][2 * x + half] = pack_act(f0 - act_lo(h), f1 - act_hi(h));
       }
     }
-  for (int j = warp; j < TILES; j += 8) {
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    const int j = warp + 8 * i;
+    if (j >= TILES) break;
     float d[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
-      const uint4 w = a.wo[(j * CHUNKS + c) * 32 + lane];
-      mma_act(d, hi[c][0], hi[c][1], hi[c][2], hi[c][3], w.x, w.y); mma_act(d, hi[c][4], hi[c][5], hi[c][6], hi[c][7], w.z, w.w);
-      mma_act(d, lo[c][0], lo[c][1], lo[c][2], lo[c][3], w.x, w.y); mma_act(d, lo[c][4], lo[c][5], lo[c][6], lo[c][7], w.z, w.w);
+      uint4 m;
+      if constexpr (AHEAD) m = w[i][c]; else m = __ldg(a.wo + (j * CHUNKS + c) * 32 + lane);
+      mma_act(d, hi[c][0], hi[c][1], hi[c][2], hi[c][3], m.x, m.y); mma_act(d, hi[c][4], hi[c][5], hi[c][6], hi[c][7], m.z, m.w);
+      mma_act(d, lo[c][0], lo[c][1], lo[c][2], lo[c][3], m.x, m.y); mma_act(d, lo[c][4], lo[c][5], lo[c][6], lo[c][7], m.z, m.w);
     }
     const int e = 8 * j + 2 * q4;
     const float2 centre = *(const float2*)(a.centre + hk * DV + e);

@@ -2,20 +2,21 @@
 //
 // One block of 1,024 threads; runs once a step, on the device, so that graphs need no host copy of the lengths.
 //   cum[b]   units (of `unit` tokens) before sequence b, cum[batch] all of them
-//   runs[w]  (sequence, unit inside it) where run w starts
+//   runs[w]  where run w starts: (sequence, unit inside it, units of the run, tokens of the sequence) and
+//            (first query row, query rows, units from there to the end of the sequence, 0)
 //   meta[0]  units a run
 // A sequence starts at its first visible token, rounded down to 16, if there is a window.
 #include "mma.h"
 
 struct Args {
   const int* lengths; const int* q_start;
-  int* cum; int2* runs; int* meta;
+  int* cum; int4* runs; int* meta;
   int batch, n_runs, unit, window, min_units;
 };
 
 extern "C" __global__ void __launch_bounds__(1024) plan(const __grid_constant__ Args a) {
   const int* lengths = a.lengths; const int* q_start = a.q_start;
-  int* cum = a.cum; int2* runs = a.runs;
+  int* cum = a.cum; int4* runs = a.runs;
   const int batch = a.batch, n_runs = a.n_runs, unit = a.unit, window = a.window;
   __shared__ int warp_sums[32];
   __shared__ int carry, per;
@@ -56,6 +57,9 @@ extern "C" __global__ void __launch_bounds__(1024) plan(const __grid_constant__ 
     const int u = w * per;
     int lo = 0, hi = batch;                      // the last sequence with cum[lo] <= u
     while (hi - lo > 1) { const int mid = (lo + hi) / 2; if (cum[mid] <= u) lo = mid; else hi = mid; }
-    runs[w] = make_int2(lo, u - cum[lo]);
+    const int units = min(per, carry - u);
+    int4 first = make_int4(lo, u - cum[lo], units, 0), second = make_int4(0, 0, 0, 0);
+    if (units > 0) { first.w = lengths[lo]; second = make_int4(q_start[lo], q_start[lo + 1] - q_start[lo], cum[lo + 1] - u, 0); }
+    runs[2 * w] = first; runs[2 * w + 1] = second;
   }
 }
