@@ -113,7 +113,7 @@ def run_load(
         if process.returncode or not out.is_file():
             raise FourfoldError(
                 f"vLLM's load generator ended with code {process.returncode}",
-                why=f"the end of its output says:\n{tail(log)}\n",
+                why=tail(log),
             )
         detail = json.loads(out.read_text(encoding="utf-8"))
     result = summarise(detail, load)
@@ -121,7 +121,7 @@ def run_load(
     result["kv_usage_peak"] = max(monitor.series.kv_usage, default=0.0)
     settings = asdict(load)
     settings["request_rate"] = load.request_rate if math.isfinite(load.request_rate) else "inf"
-    return {**result, "engine": engine, "load": settings, "series": monitor.series.as_json()}
+    return {**result, "engine": engine, "load": settings, "series": monitor.series.from_first_request().as_json()}
 
 
 def _wait(

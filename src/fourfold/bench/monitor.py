@@ -64,6 +64,14 @@ class Series:
         self.kv_usage.append(round(max(usage, default=0.0), 4))
         self.preemptions.append(total(samples, "vllm:num_preemptions_total") - preemptions_before)
 
+    def from_first_request(self) -> Series:
+        """The readings from the last idle one before the first request, whose time becomes zero."""
+        busy = next((i for i in range(len(self.t)) if self.running[i] or self.waiting[i]), 0)
+        first = max(0, busy - 1)
+        cut = Series(**{key: list(values)[first:] for key, values in asdict(self).items()})
+        cut.t = [round(at - self.t[first], 3) for at in cut.t]
+        return cut
+
     def as_json(self) -> dict[str, list[float]]:
         """Lists of equal length."""
         return asdict(self)

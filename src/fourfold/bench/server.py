@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from fourfold.errors import FourfoldError
+from fourfold.logs import explain
 
 START_TIMEOUT = 900.0
 """Seconds until /health must answer; a first start compiles and calibrates."""
@@ -27,8 +28,9 @@ def free_port() -> int:
 
 
 def tail(path: Path, lines: int = 25) -> str:
-    """The last lines of a log."""
-    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]) if path.is_file() else ""
+    """Why a program stopped, from its log: the first exception's message, and the last lines."""
+    text = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    return explain(text, lines)
 
 
 @contextmanager
@@ -82,7 +84,7 @@ def _wait_until_healthy(
             if process.poll() is not None:
                 raise FourfoldError(
                     f"the server ended with code {process.returncode} before it was ready",
-                    why=f"the end of its log says:\n{tail(log)}\n",
+                    why=tail(log),
                 )
             try:
                 if client.get(f"{url}/health").status_code == 200:
@@ -92,7 +94,7 @@ def _wait_until_healthy(
             if passed > timeout:
                 raise FourfoldError(
                     f"the server was not healthy after {timeout:.0f} s",
-                    why=f"the end of its log says:\n{tail(log)}\n",
+                    why=tail(log),
                 )
             if waiting:
                 waiting(passed)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.common import emit_json, err, make_settings, reports_errors
+from fourfold.cli.common import emit_json, err, make_settings, reports_errors, stdout_to_stderr
 from fourfold.errors import FourfoldError
 
 
@@ -18,6 +18,7 @@ def calibrate(
     text: Annotated[
         Path | None, typer.Option("--text", help="calibrate on this UTF-8 text [a short one is built in]")
     ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="of weights and activations, as vLLM's --dtype")] = "auto",
     cache_dir: Annotated[Path | None, typer.Option("--cache-dir", help="where calibrations are kept")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
@@ -34,8 +35,8 @@ def calibrate(
             fix="install vLLM beside fourfold; fourfold doctor says which",
         ) from error
     start = time.monotonic()
-    with err.status("calibrating inside the engine …"):
-        path = calibrate_model(model, settings, text)
+    with err.status("calibrating inside the engine …"), stdout_to_stderr():
+        path = calibrate_model(model, settings, text, dtype=dtype)
     result = {
         "model": model,
         "file": str(path),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -53,9 +55,24 @@ def emit_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Send what an engine in this process and its children print to stderr: stdout is kept for results."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def fail(error: FourfoldError) -> NoReturn:
     """Print the one message of an input error and leave with code 2."""
-    err.print(f"[bold red]error:[/] {error}", markup=True, soft_wrap=True)
+    err.print("error:", style="bold red", end=" ")
+    err.print(str(error), markup=False, soft_wrap=True)
     raise typer.Exit(EXIT_INPUT)
 
 
@@ -81,8 +98,6 @@ def make_settings(calibration: str | None, prefill: str | None, cache_dir: Path 
     Raises:
         FourfoldError: for a value that is not known, before anything is started.
     """
-    import os
-
     environ = dict(os.environ)
     for name, value in (
         ("FOURFOLD_CALIBRATION", calibration),

@@ -19,6 +19,7 @@ from typing import Any
 from fourfold.errors import FourfoldError
 from fourfold.evals.stats import paired_difference, wilson
 from fourfold.files import write_json
+from fourfold.logs import explain
 
 EXAMPLES = (
     (
@@ -154,10 +155,9 @@ def run(
             check=False,
         )
         if done.returncode:
-            text = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
             raise FourfoldError(
                 "lm-evaluation-harness stopped",
-                why=f"the end of its output says:\n{text}\n",
+                why=explain((done.stdout + done.stderr).splitlines()),
                 fix="pip install 'fourfold[eval]'",
             )
         rows = json.loads(answers.read_text(encoding="utf-8"))

@@ -14,6 +14,7 @@ from typing import Any
 
 from fourfold.errors import FourfoldError
 from fourfold.files import write_json
+from fourfold.logs import explain
 
 BASELINE = "bf16"
 Progress = Callable[[str, int, int], None]
@@ -100,7 +101,6 @@ def run_mode(
     }
     job_file = write_json(folder / f"{name}.job.json", job)
     command = [sys.executable, "-m", "fourfold.evals.worker", str(job_file)]
-    lines: list[str] = []
     with log.open("w", encoding="utf-8") as sink:
         process = subprocess.Popen(
             command,
@@ -114,7 +114,6 @@ def run_mode(
         try:
             for line in process.stdout:
                 sink.write(line)
-                lines = [*lines[-24:], line.rstrip()]
                 if progress and line.startswith("WINDOW "):
                     progress(name, int(line.split()[1]), len(windows))
         finally:
@@ -122,8 +121,8 @@ def run_mode(
                 process.terminate()
             process.wait()
     if process.returncode or not result.is_file():
-        text = "\n".join(lines)
-        raise FourfoldError(f"the engine stopped in KV mode {name}", why=f"the end of its log says:\n{text}\n")
+        text = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        raise FourfoldError(f"the engine stopped in KV mode {name}", why=explain(text))
     return dict(json.loads(result.read_text(encoding="utf-8")))
 
 

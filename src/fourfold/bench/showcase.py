@@ -1,0 +1,159 @@
+"""What the demo does and how: sizes, server flags, the request rate, and metrics.json."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from fourfold.bench.prompts import Request
+from fourfold.errors import FourfoldError
+from fourfold.modes import KvMode
+
+MAX_LEN = 1024
+"""Context of the demo's servers, tokens."""
+PROMPT_TOKENS, OUTPUT_TOKENS = 160, 256
+"""Longest prompt and answer that the demo takes from ShareGPT: answers long enough to fill a small cache."""
+DEGENERATE_SLACK = 0.1
+"""Share of requests by which looping answers may exceed the 16-bit server's, which loops too: the model is small."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much the demo does.
+
+    Attributes:
+        seconds: the time over which requests arrive.
+        overload: offered output tokens a second, as a multiple of what 8 requests at once get from this machine.
+        windows, window_tokens: of the quality measurement.
+        max_requests: an upper bound, for fast machines.
+    """
+
+    seconds: float = 45.0
+    overload: float = 1.1
+    windows: int = 4
+    window_tokens: int = 512
+    max_requests: int = 200
+
+
+QUICK = Plan(seconds=15.0, windows=1, window_tokens=256, max_requests=40)
+
+
+def pick_dtype(simd: list[str], machine_has_gpu: bool) -> str:
+    """vLLM's ``auto`` (the model's dtype) where 16-bit arithmetic is fast, float32 on CPUs without it."""
+    if machine_has_gpu or not simd or {"avx512_bf16", "amx_bf16", "bf16"} & set(simd):
+        return "auto"
+    return "float32"
+
+
+def allotted_bytes(mode: KvMode, budget: int, dtype: str) -> int:
+    """KV bytes to give the engine so that ``mode`` holds what ``budget`` bytes hold.
+
+    vLLM on a CPU keeps unquantised keys and values in the dtype of the activations.  Where that is float32 (see
+    ``pick_dtype``) they take twice the room of 16 bits, so the baseline gets twice the bytes and holds exactly the
+    tokens of a 16-bit cache.  4-bit pages are the same in every dtype and get the budget itself.
+    """
+    return 2 * budget if dtype == "float32" and not mode.plugin else budget
+
+
+def server_flags(mode: KvMode, budget: int, dtype: str, port: int, block_size: int) -> list[str]:
+    """Flags of the demo's servers, equal for both modes but for the cache."""
+    memory = str(allotted_bytes(mode, budget, dtype))
+    return [
+        *("--port", str(port), "--dtype", dtype, "--max-model-len", str(MAX_LEN), "--served-model-name", "model"),
+        *("--kv-cache-memory-bytes", memory, "--block-size", str(block_size), "--max-num-seqs", "128"),
+        *("--max-num-batched-tokens", "1024", "--no-enable-prefix-caching", "--enforce-eager"),
+        *mode.flags,
+    ]
+
+
+def probe_throughput(url: str, requests: list[Request], tokens: int = 24) -> float:
+    """Output tokens a second of a few requests at once; the first round warms the server up and is not counted."""
+
+    def ask(request: Request) -> None:
+        body = {
+            "model": "model",
+            "prompt": request.prompt,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "temperature": 0.0,
+        }
+        response = httpx.post(f"{url}/v1/completions", json=body, timeout=600, trust_env=False)
+        if response.status_code != 200:
+            raise FourfoldError(f"the server refused a request with {response.status_code}", why=response.text[:300])
+
+    with ThreadPoolExecutor(len(requests)) as pool:
+        list(pool.map(ask, requests[:2]))
+        start = time.monotonic()
+        list(pool.map(ask, requests))
+    return len(requests) * tokens / (time.monotonic() - start)
+
+
+HEADLINE = (
+    *("ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "tpot_mean_ms", "tpot_p50_ms", "tpot_p99_ms"),
+    *("output_tokens_per_s", "preemptions", "completed", "failed"),
+)
+"""What metrics.json keeps of a run, per mode; capacity, bytes, validity and quality are added."""
+
+
+def assemble(
+    results: dict[str, Any],
+    quality: dict[str, Any],
+    budget: int,
+    dtype: str,
+    model: str,
+    rate: float,
+    text: Path | None,
+) -> dict[str, Any]:
+    """metrics.json without the environment (see docs/json.md)."""
+    base_loops = results["bf16"]["answers"]["degenerate"]
+    modes: dict[str, Any] = {}
+    for name, row in results.items():
+        scores = quality["modes"][name]
+        answers, total = row["answers"], row["answers"]["total"]
+        modes[name] = {
+            "capacity_tokens": row["engine"]["capacity_tokens"],
+            "kv_bytes": budget,
+            "kv_bytes_allotted": row["kv_bytes_allotted"],
+            **{key: row[key] for key in HEADLINE},
+            "valid": bool(row["valid"] and answers["degenerate"] <= base_loops + DEGENERATE_SLACK * total),
+            "answers": answers,
+            "perplexity": scores["perplexity"],
+            "kl": scores.get("kl", 0.0),
+            "top1_agreement": scores.get("top1_agreement", 1.0),
+        }
+    first = results["bf16"]
+    engine = {**first["engine"], "model": Path(model).name, "dtype": quality["dtype"]}
+    engine["block_size"] = engine["cache"].get("block_size")
+    engine["cache"] = {name: row["engine"]["cache"] for name, row in results.items()}
+    engine["start_s"] = {name: row["start_s"] for name, row in results.items()}
+    del engine["capacity_tokens"]
+    notes = []
+    if any(row["kv_bytes_allotted"] != budget for row in results.values()):
+        notes.append(
+            f"This processor has no bfloat16 arithmetic, so both servers compute in float32, and vLLM then keeps "
+            f"unquantised keys and values in 32 bits. The bf16 server was given {2 * budget / 2**20:,.0f} MiB, twice "
+            f"the budget, and so holds exactly the tokens that 16 bits would in {budget / 2**20:,.0f} MiB."
+        )
+    count, arrivals = first["answers"]["total"], f"Poisson arrivals at {rate:.2f} a second"
+    return {
+        "modes": modes,
+        "engine": engine,
+        "load": {
+            "text": f"{count} ShareGPT prompts, {arrivals}, {first['output_tokens']:,} output tokens, same seed",
+            "request_rate": rate,
+            "num_prompts": count,
+        },
+        "quality": {
+            "text": f"{quality['tokens']:,} tokens in {quality['windows']} windows of "
+            + (text.name if text else "the built-in text"),
+            "tokens": quality["tokens"],
+            "windows": quality["windows"],
+        },
+        "notes": notes,
+        "detail": {name: {"series": row["series"], "requests": row["requests"]} for name, row in results.items()},
+    }
