@@ -38,7 +38,7 @@ class Sparse:
     def transposed_dot(self, gradient: F64, size: int) -> F64:
         """``X.T @ gradient``: float64 [size]."""
         spread = np.repeat(gradient, np.diff(self.indptr)) * self.values
-        return np.bincount(self.indices, weights=spread, minlength=size)
+        return np.bincount(self.indices, weights=spread, minlength=size).astype(np.float64, copy=False)
 
 
 def list_mle(scores: F64, order: I64) -> tuple[float, F64]:

@@ -100,7 +100,7 @@ def _trace_data(path: Path) -> Data:
 def _checked(data: Data) -> Data:
     if len(data.train) < 64 or len(data.valid) < 8 or len(data.held) < 8:
         raise FourfoldError(
-            f"{len(data.train)} + {len(data.valid)} + {len(data.held)} prompts (train, validation, held out) are too few",
+            f"too few prompts: {len(data.train)} to train, {len(data.valid)} to validate, {len(data.held)} held out",
             fix="collect a few hundred finished requests",
         )
     return data

@@ -1,0 +1,281 @@
+"""The scheduling policy: who is next, who may start, who gives way.  No torch, no vLLM, no clock of its own.
+
+A vLLM ``Scheduler`` subclass and the simulator drive the same object::
+
+    job = policy.add("id", prompt, prompt_tokens=…, max_tokens=…, arrival=now)      request arrives
+    policy.order(job)                            sort key in the waiting queue, constant while it waits there
+    policy.may_start(job, running, …)            for the first in the queue: start it, or wait
+    policy.start(job, now)                       it was scheduled (first time, or again after a preemption)
+    job.generated = n                            whenever it is handy, before the calls below
+    policy.victim(running)                       no block is free: which one is preempted
+    policy.preempt(job)                          it was; queue it again under its new ``order``
+    policy.finish(job, tokens, complete=…)       or policy.abort(job), in any state
+
+**Order.**  Shortest predicted remaining work first (arXiv 2408.15792), with linear ageing: the key is
+``arrival + slack`` where ``0 <= slack <= max_overtake_s`` grows with the predicted work.  All waiting requests
+age alike, so the key never changes while a request waits and a plain heap keeps the order.
+
+**Bound on waiting.**  Let request r arrive at time t with user priority p.  A request of priority p that
+arrives after ``t + max_overtake_s`` has a key above its own arrival, hence above ``t + max_overtake_s``, hence
+above r's key; and the engine only ever starts the first of the queue.  So nothing of r's priority that arrives
+later than ``t + max_overtake_s`` starts before r: r waits at most as long as the engine needs for the work that
+has arrived by then, first-come order's own bound with the queue taken ``max_overtake_s`` later.  A preemption
+shortens the remaining work and keeps the arrival, so the bound holds for every resumption too.
+
+**Bound on preemptions.**  A request that was preempted ``max_preemptions`` times is *protected*: it is never a
+victim again, and it starts again only when the worst cases (prompt + max_tokens) of all protected requests
+that run, with it, fit in the pool.  When no block is free and a protected request needs one, the protected
+ones hold less than their worst cases, hence less than the pool: some unprotected request holds the rest and
+is the victim.  So no request is preempted more than ``max_preemptions`` times.
+
+**Failure.**  When the ranker raises, or its measured tau falls to noise, slack is 0 for new requests: plain
+first-come, and admission goes on with the lengths seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fourfold.errors import FourfoldError
+from fourfold.rank.admission import Pool, peak_blocks
+from fourfold.rank.base import Ranker
+from fourfold.rank.lengthmap import LengthMap
+from fourfold.rank.online import LengthModel
+
+logger = logging.getLogger(__name__)
+CLASSES = ("short", "medium", "long")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """What an operator can choose.
+
+    Attributes:
+        max_overtake_s: longest time by which a later request may arrive and still go first, seconds.
+        max_preemptions: how often one request can be preempted.
+        reserve_level: quantile of the remaining length that admission reserves KV for.
+        headroom: share of the pool that admission leaves free for lengths it did not foresee.
+        trust_max_tokens: cap predictions by the request's max_tokens.  Off for load tests that set max_tokens
+            to the length they want, which would otherwise tell the scheduler what it has to guess.
+        learn: correct lengths on line, and fall back to first-come when tau is noise.
+    """
+
+    max_overtake_s: float = 20.0
+    max_preemptions: int = 2
+    reserve_level: float = 0.5
+    headroom: float = 0.04
+    trust_max_tokens: bool = True
+    learn: bool = True
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.max_overtake_s >= 0, "max_overtake_s must not be negative"),
+            (self.max_preemptions >= 0, "max_preemptions must not be negative"),
+            (0 < self.reserve_level < 1, "reserve_level must lie between 0 and 1"),
+            (0 <= self.headroom < 0.5, "headroom must lie between 0 and 0.5"),
+        )
+        for good, what in checks:
+            if not good:
+                raise FourfoldError(f"the scheduler's {what}")
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request as the policy sees it.
+
+    Attributes:
+        arrival: seconds on the caller's clock; sequence: order of ``add``, breaks ties.
+        prompt_tokens, max_tokens: as asked.  generated: output tokens so far (the caller keeps it up to date).
+        priority: the user's, lower goes first (as in vLLM).
+        score, bucket: the ranker's; slack: seconds added to the arrival.
+        known_tokens: the exact answer length where something knows it (an oracle, or ignore_eos).
+    """
+
+    request_id: str
+    arrival: float
+    sequence: int
+    prompt_tokens: int
+    max_tokens: int
+    priority: int = 0
+    score: float = float("nan")
+    bucket: int = 0
+    known_tokens: int | None = None
+    slack: float = 0.0
+    generated: int = 0
+    preemptions: int = 0
+    started: float | None = None
+
+    @property
+    def worst_tokens(self) -> int:
+        return self.prompt_tokens + self.max_tokens
+
+
+@dataclass(slots=True)
+class PolicyStats:
+    """Counters for metrics: queue seconds and starts by predicted class, and what the policy did."""
+
+    queue_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0.0))
+    starts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0))
+    aged_starts: int = 0
+    """Requests that started when their slack was used up: ageing, not length, brought them to the front."""
+    deferred_starts: int = 0
+    """Requests that had room for their prompt but not for their predicted answer: preemptions avoided."""
+    preemptions: int = 0
+    ranker_failures: int = 0
+    ranker_s: float = 0.0
+    scored: int = 0
+
+
+class Policy:
+    """Ranked order with ageing, KV reservation, bounded preemption, on-line correction."""
+
+    def __init__(self, ranker: Ranker | None, config: PolicyConfig | None = None) -> None:
+        self.config = config or PolicyConfig()
+        self.ranker = ranker
+        lengths = ranker.lengths if ranker else LengthMap(np.empty(0), np.full((1, 14), 256.0), np.array([256.0]))
+        self.model = LengthModel(lengths, level=self.config.reserve_level)
+        self.stats = PolicyStats()
+        self.jobs: dict[str, Job] = {}
+        self._sequence = 0
+        self._deferred: set[str] = set()
+
+    @property
+    def ranking(self) -> bool:
+        """Whether new requests are ordered by their scores; otherwise first-come."""
+        return self.ranker is not None and (self.model.useful or not self.config.learn)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: str,
+        *,
+        prompt_tokens: int,
+        max_tokens: int,
+        arrival: float,
+        priority: int = 0,
+        known_tokens: int | None = None,
+    ) -> Job:
+        """Score a new request.  A ranker that fails costs the request its rank, never the engine its life."""
+        if request_id in self.jobs:
+            raise FourfoldError(f"request {request_id} is already there")
+        score = self._score(prompt) if known_tokens is None else float(known_tokens)
+        job = Job(request_id, arrival, self._sequence, prompt_tokens, max_tokens, priority, score)
+        job.known_tokens = known_tokens
+        job.bucket = self.model.bucket(score)
+        self._sequence += 1
+        job.slack = self._slack(job)
+        self.jobs[request_id] = job
+        return job
+
+    def _score(self, prompt: str) -> float:
+        if self.ranker is None:
+            return float("nan")
+        began = time.perf_counter()
+        try:
+            score = float(self.ranker.score([prompt])[0])
+        except Exception as error:
+            self.stats.ranker_failures += 1
+            if self.stats.ranker_failures == 1:
+                logger.warning("The length ranker failed (%r); such requests are served first-come.", error)
+            return float("nan")
+        finally:
+            self.stats.ranker_s += time.perf_counter() - began
+            self.stats.scored += 1
+        return score if np.isfinite(score) else float("nan")
+
+    def _expected_total(self, job: Job) -> float:
+        if job.known_tokens is not None:
+            return float(max(job.known_tokens, job.generated + 1))
+        expected = self.model.expected(job.bucket)
+        if job.generated:
+            known = self.model.totals(np.array([job.bucket]), np.array([job.generated]))
+            expected = max(expected, float(known[0]))
+        return min(expected, job.max_tokens) if self.config.trust_max_tokens else expected
+
+    def _slack(self, job: Job) -> float:
+        if job.known_tokens is None and (not self.ranking or np.isnan(job.score)):
+            return 0.0
+        remaining = self._expected_total(job) - job.generated
+        scale = self.model.longest if job.known_tokens is None else self.model.ceiling
+        return self.config.max_overtake_s * min(1.0, max(0.0, remaining) / max(1.0, scale))
+
+    def order(self, job: Job) -> tuple[int, float, int]:
+        """Sort key, smallest first: user priority, arrival + slack, order of arrival."""
+        return (job.priority, job.arrival + job.slack, job.sequence)
+
+    def protected(self, job: Job) -> bool:
+        """Whether the job has used up its preemptions."""
+        return job.preemptions >= self.config.max_preemptions
+
+    def remaining(self, job: Job) -> float:
+        """Predicted output tokens that are still to come, at least 0."""
+        return max(0.0, self._expected_total(job) - job.generated)
+
+    def may_start(self, job: Job, running: Collection[Job], pool: Pool) -> bool:
+        """Whether the first waiting job may start beside ``running`` (its prompt fits; that the caller checks).
+
+        Predicted peak KV of all together must stay within the pool (``admission.peak_blocks``); a protected
+        job also needs room for the worst cases of all protected ones.  An idle engine starts anything.
+        """
+        if self.protected(job):
+            worst = sum(pool.blocks(other.worst_tokens) for other in running if self.protected(other))
+            if running and worst + pool.blocks(job.worst_tokens) > pool.total_blocks:
+                return False
+        if not running:
+            return True
+        together = [*running, job]
+        generated = np.array([j.generated for j in together], dtype=np.int64)
+        context = generated + np.array([j.prompt_tokens for j in together], dtype=np.int64)
+        totals = self._totals(together, generated)
+        fits = peak_blocks(context, totals - generated, pool) <= pool.total_blocks * (1.0 - self.config.headroom)
+        if not fits and job.request_id not in self._deferred:
+            self._deferred.add(job.request_id)
+            self.stats.deferred_starts += 1
+        return fits
+
+    def _totals(self, jobs: list[Job], generated: np.ndarray) -> np.ndarray:
+        totals = self.model.totals(np.array([j.bucket for j in jobs], dtype=np.int64), generated)
+        if self.config.trust_max_tokens:
+            totals = np.minimum(totals, [j.max_tokens for j in jobs])
+        known = [-1 if j.known_tokens is None else j.known_tokens for j in jobs]
+        return np.where(np.array(known) >= 0, known, totals)
+
+    def start(self, job: Job, now: float) -> None:
+        """Note that a waiting job was scheduled."""
+        if job.started is None:
+            job.started = now
+            kind = CLASSES[min(2, 3 * job.bucket // self.model.means.size)]
+            self.stats.queue_s[kind] += now - job.arrival
+            self.stats.starts[kind] += 1
+            self.stats.aged_starts += job.slack > 0 and now >= job.arrival + job.slack
+
+    def victim(self, running: Iterable[Job]) -> Job | None:
+        """The job to preempt: of the least urgent user priority, the one with most predicted work left.
+
+        Ties go to the latest arrival.  None if every job is protected (see the bound above: then no block is
+        missing, as long as starts went through ``may_start``).
+        """
+        open_jobs = [job for job in running if not self.protected(job)]
+        return max(open_jobs, key=lambda j: (j.priority, self.remaining(j), j.sequence), default=None)
+
+    def preempt(self, job: Job) -> None:
+        """Note a preemption; the job keeps its arrival and is ordered by what it still has to do."""
+        job.preemptions += 1
+        self.stats.preemptions += 1
+        job.slack = min(job.slack, self._slack(job))
+
+    def finish(self, job: Job, tokens: int, *, complete: bool = True) -> None:
+        """Forget a finished job and learn from it (``complete``: it was not cut at max_tokens)."""
+        self.abort(job)
+        if self.config.learn and np.isfinite(job.score) and job.known_tokens is None:
+            self.model.observe(job.score, job.bucket, tokens, complete=complete)
+
+    def abort(self, job: Job) -> None:
+        """Forget a job in any state; nothing is learnt from it."""
+        self.jobs.pop(job.request_id, None)
+        self._deferred.discard(job.request_id)
