@@ -32,7 +32,7 @@ def random_params(kv_heads: int, d: int, dv: int, g: torch.Generator) -> LayerPa
         value_centre=torch.randn(kv_heads, dv, generator=g),
         sink_key=3 * torch.randn(kv_heads, d, generator=g),
         sink_value=torch.randn(kv_heads, dv, generator=g),
-        feedback=(0.1 * torch.randn(kv_heads, d, d, generator=g)).tril(-1).contiguous(),
+        query_factor=(torch.eye(d) + 0.1 * torch.randn(kv_heads, d, d, generator=g).triu(1)).contiguous(),
     )
 
 
@@ -51,7 +51,9 @@ class Batch:
         lay, total = self.layout, sum(self.lengths)
         self.pages = max(1, max(-(-n // lay.block_size) for n in self.lengths))
         count = len(self.lengths) * self.pages + 2
-        self.cache = torch.randint(0, 256, (count, lay.num_kv_heads, lay.head_page_bytes), dtype=torch.uint8, generator=self.g)
+        self.cache = torch.randint(
+            0, 256, (count, lay.num_kv_heads, lay.head_page_bytes), dtype=torch.uint8, generator=self.g
+        )
         _, _, ks, vs = codec.page_views(self.cache, lay)
         ks.fill_(float("nan"))
         vs.fill_(float("nan"))
@@ -81,9 +83,7 @@ class Batch:
         out = torch.full((sum(self.lengths), heads, self.layout.head_size_v), float("nan"))
         done = [0] * len(self.lengths)
         for step in chunks:
-            rows = torch.cat(
-                [torch.arange(done[i], done[i] + n) + int(self.start[i]) for i, n in enumerate(step)]
-            )
+            rows = torch.cat([torch.arange(done[i], done[i] + n) + int(self.start[i]) for i, n in enumerate(step)])
             done = [a + n for a, n in zip(done, step, strict=True)]
             part = torch.full((len(rows), heads, self.layout.head_size_v), float("nan"), dtype=dtype)
             layer.attend(
@@ -203,7 +203,8 @@ def test_codes_are_the_codecs() -> None:
         page, slot = b.slots // block, b.slots % block
         for got, expected in zip(codec.page_views(b.cache, b.layout), codec.page_views(want, b.layout), strict=True):
             same = got[page, :, slot] == expected[page, :, slot]
-            assert same.float().mean() > 0.999  # values within float32 rounding of the middle between two codes may differ
+            assert same.float().mean() > 0.999  # values within float32 rounding of the middle between two codes may
+            differ
 
 
 def test_raw_chunks_attend_to_themselves_unquantised() -> None:

@@ -90,7 +90,7 @@ class Statistics:
             value_centre=_single(value_centre),
             sink_key=_single(torch.einsum("hd,hde->he", self.first_key / self.sequences - centre, key_matrix)),
             sink_value=_single((self.first_value / self.sequences - value_centre) @ value_turn),
-            feedback=_single(_feedback(self.query_query / n, query_matrix)) if feedback else torch.zeros(0),
+            query_factor=_single(_factor(self.query_query / n, query_matrix)) if feedback else torch.zeros(0),
         )
 
 
@@ -98,27 +98,20 @@ def _single(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float32).contiguous()
 
 
-def _feedback(query_query: torch.Tensor, query_matrix: torch.Tensor) -> torch.Tensor:
-    """[HK, D, D] strictly lower triangular weights from the second moment of the transformed queries.
-
-    With M = E[q'^T q'] = U^T U, U upper triangular, the score error of a rounded key x with error e is |U e|^2: rounded
-    from the last element to the first, element i should aim at x_i + sum over j > i of (U_ij / U_ii) e_j.
-    """
+def _factor(query_query: torch.Tensor, query_matrix: torch.Tensor) -> torch.Tensor:
+    """[HK, D, D] upper triangular factor of the damped second moment of the transformed queries, mean energy 1."""
     moment = query_matrix.transpose(1, 2) @ query_query @ query_matrix
     size = moment.shape[-1]
-    mean = moment.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-12)
-    moment = moment + DAMPING * mean[:, None, None] * torch.eye(size, dtype=moment.dtype)
-    upper = torch.linalg.cholesky(moment, upper=True)
-    weights = upper / upper.diagonal(dim1=1, dim2=2)[:, :, None]
-    return weights.transpose(1, 2).tril(-1)
+    moment = moment / moment.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None]
+    return torch.linalg.cholesky(moment + DAMPING * torch.eye(size, dtype=moment.dtype), upper=True)
 
 
 def bias_params(key_bias: torch.Tensor | None, kv_heads: int, head_size: int, head_size_v: int) -> LayerParams:
     """Data-free parameters: rotation, and the key projection's bias as centre.
 
     Args:
-        key_bias: [P, HK, D] the bias after RoPE at P positions, or None where the projection has no bias.  Without it some
-            models (Qwen2) lose all sense: their key bias is far larger than what the keys say.
+        key_bias: [P, HK, D] the bias after RoPE at P positions, or None where the projection has no bias.  Without it
+            some models (Qwen2) lose all sense: their key bias is far larger than what the keys say.
     """
     from dataclasses import replace
 

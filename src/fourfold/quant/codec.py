@@ -6,23 +6,25 @@ between two codes.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from fourfold.layout import LEVELS, ZERO_POINT, PageLayout
 from fourfold.quant.params import CLIPS, LayerParams
 
 
-def quantise(x: torch.Tensor, feedback: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(x: torch.Tensor, params: LayerParams | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scale of each row.
 
     Args:
-        x: [..., D] float, transformed keys or values.
-        feedback: [..., D, D] strictly lower triangular (broadcast against the rows), see ``LayerParams``; None for
-            plain rounding.
+        x: [..., D] float, transformed values, or with ``params`` transformed keys [T, HK, D].
+        params: round and fit in the metric of the layer's queries (``LayerParams.query_factor``); None for plain
+            rounding.
 
     Returns:
         codes [..., D] uint8 in 0..15 and scale [...] float16; ``(codes - 7.5) * scale`` is the dequantised row.
-        The scale is the best of six clips of the absolute maximum, then refitted by least squares to the codes.
+        The scale is the best of six clips of the absolute maximum, then fitted by least squares to the codes.
     """
     x = x.to(torch.float32)
     peak = x.abs().amax(-1, keepdim=True).clamp_min(1e-8)
@@ -33,17 +35,19 @@ def quantise(x: torch.Tensor, feedback: torch.Tensor | None = None) -> tuple[tor
         error = (x - (_round(x, s) - ZERO_POINT) * s).square().sum(-1, keepdim=True)
         scale = torch.where(error < best, s, scale)
         best = torch.minimum(error, best)
-    if feedback is None or feedback.numel() == 0:
+    if params is None or not params.query_factor.numel():
         codes = _round(x, scale)
+        weighed = codes - ZERO_POINT
     else:
+        feedback = params.feedback
         target = x.clone()
         codes = torch.empty_like(x)
         for i in range(x.shape[-1] - 1, -1, -1):
             codes[..., i] = _round(target[..., i], scale[..., 0])
             error = x[..., i] - (codes[..., i] - ZERO_POINT) * scale[..., 0]
             target[..., :i] += error[..., None] * feedback[..., i, :i]
-    centred = codes - ZERO_POINT
-    fitted = (x * centred).sum(-1) / centred.square().sum(-1)
+        weighed = torch.einsum("thd,hde->the", codes - ZERO_POINT, params.metric)
+    fitted = (x * weighed).sum(-1) / ((codes - ZERO_POINT) * weighed).sum(-1)
     return codes.to(torch.uint8), fitted.clamp_min(0).to(torch.float16)
 
 
@@ -77,7 +81,7 @@ def encode(
     first = (positions == 0)[:, None, None]
     k = transform_key(key, params) - torch.where(first, params.sink_key, 0.0)
     v = transform_value(value, params) - torch.where(first, params.sink_value, 0.0)
-    return *quantise(k, params.feedback), *quantise(v)
+    return *quantise(k, params), *quantise(v)
 
 
 def pack_row(codes: torch.Tensor) -> torch.Tensor:
@@ -99,7 +103,7 @@ def page_views(
     pages, heads, _ = cache.shape
     block = layout.block_size
     edges = (0, layout.v_codes_offset, layout.k_scales_offset, layout.v_scales_offset, layout.head_page_bytes)
-    k, v, ks, vs = (cache[..., a:b] for a, b in zip(edges, edges[1:], strict=False))
+    k, v, ks, vs = (cache[..., a:b] for a, b in itertools.pairwise(edges))
     return (
         k.unflatten(-1, (block, layout.k_row)),
         v.unflatten(-1, (block, layout.v_row)),

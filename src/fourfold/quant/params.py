@@ -7,13 +7,14 @@ Keys ``k`` and queries ``q`` are those after RoPE.  Per KV head::
     v' = (v - value_centre) @ R                   o = o' @ R^T + value_centre
 
 Softmax does not see ``key_centre`` (it shifts all scores of a query alike) and weights that sum to one give
-``value_centre`` back exactly, so both are free.  Position 0 of a sequence, the attention sink, has far larger keys and far
-smaller values than the rest and nearly the same ones in every sequence: ``sink_key`` and ``sink_value`` (transformed
-basis) are its own additional centre, added back exactly by the kernels.
+``value_centre`` back exactly, so both are free.  Position 0 of a sequence, the attention sink, has far larger keys and
+far smaller values than the rest and nearly the same ones in every sequence: ``sink_key`` and ``sink_value``
+(transformed basis) are its own additional centre, added back exactly by the kernels.
 
-``feedback`` shapes the rounding error of a key: element i's error is carried into the elements still to be rounded, in the
-metric that queries see (the sequential rounding of GPTQ, arXiv 2210.17323, section 3, and Babai's nearest plane, here for
-activations and with the second moment of the transformed queries as Hessian).
+``query_factor`` is the upper triangular U with U^T U = E[q'^T q'].  What a rounded key with error e does to scores is
+|U e|^2, so keys are rounded in that metric: from the last element to the first, each element's error is carried into
+the elements still to be rounded (the sequential rounding of GPTQ, arXiv 2210.17323, section 3, and Babai's nearest
+plane, here for activations), and the scale is fitted in the same metric.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class LayerParams:
         value_centre: [HK, Dv].
         sink_key: [HK, D], transformed basis.
         sink_value: [HK, Dv], transformed basis.
-        feedback: [HK, D, D] strictly lower triangular, or empty [0] for plain rounding.
+        query_factor: [HK, D, D] upper triangular with positive diagonal, or empty [0] for plain rounding.
     """
 
     key_centre: torch.Tensor
@@ -48,7 +49,7 @@ class LayerParams:
     value_centre: torch.Tensor
     sink_key: torch.Tensor
     sink_value: torch.Tensor
-    feedback: torch.Tensor
+    query_factor: torch.Tensor
 
     @property
     def kv_heads(self) -> int:
@@ -67,6 +68,21 @@ class LayerParams:
         """[Dv, Dv] rotation of values; the same for every head and layer, so no file holds it."""
         return rotation(self.head_size_v, seed=1).to(torch.float32)
 
+    @property
+    def feedback(self) -> torch.Tensor:
+        """[HK, D, D] strictly lower triangular: row i holds what of element i's error element j < i must absorb."""
+        if not self.query_factor.numel():
+            return self.query_factor
+        diagonal = self.query_factor.diagonal(dim1=1, dim2=2)
+        return (self.query_factor / diagonal[:, :, None]).transpose(1, 2).tril(-1).contiguous()
+
+    @property
+    def metric(self) -> torch.Tensor:
+        """[HK, D, D] second moment of the transformed queries, symmetric."""
+        if not self.query_factor.numel():
+            return self.query_factor
+        return (self.query_factor.transpose(1, 2) @ self.query_factor).contiguous()
+
     def to(self, device: torch.device | str) -> LayerParams:
         """The same parameters on another device."""
         return replace(self, **{f.name: getattr(self, f.name).to(device).contiguous() for f in fields(self)})
@@ -84,8 +100,11 @@ class LayerParams:
         for name, shape in want.items():
             if tuple(getattr(self, name).shape) != shape:
                 return f"{name} has shape {tuple(getattr(self, name).shape)} where {shape} is needed"
-        if self.feedback.numel() and tuple(self.feedback.shape) != want["key_matrix"]:
-            return f"feedback has shape {tuple(self.feedback.shape)} where {want['key_matrix']} is needed"
+        if self.query_factor.numel():
+            if tuple(self.query_factor.shape) != want["key_matrix"]:
+                return f"query_factor has shape {tuple(self.query_factor.shape)} where {want['key_matrix']} is needed"
+            if not (self.query_factor.diagonal(dim1=1, dim2=2) > 0).all():
+                return "query_factor has a diagonal that is not positive"
         for f in fields(self):
             if not torch.isfinite(getattr(self, f.name)).all():
                 return f"{f.name} holds values that are not finite"
@@ -102,5 +121,5 @@ def identity_params(kv_heads: int, head_size: int, head_size_v: int) -> LayerPar
         value_centre=torch.zeros(kv_heads, head_size_v),
         sink_key=torch.zeros(kv_heads, head_size),
         sink_value=torch.zeros(kv_heads, head_size_v),
-        feedback=torch.zeros(0),
+        query_factor=torch.zeros(0),
     )

@@ -38,9 +38,9 @@ def text_digest(path: str) -> str:
 def calibration_windows(path: str, tokenizer: Any, vocabulary: int, max_length: int) -> list[list[list[int]]]:
     """Forward passes, each a list of sequences that start at position 0.
 
-    Long windows give the statistics of ordinary positions; many short sequences with different first tokens give the mean
-    of position 0 (the attention sink).  A tokenizer's own beginning-of-sequence token comes first where it adds one, since
-    that is what serving will see.  Without a tokenizer (random models) seeded random tokens stand in.
+    Long windows give the statistics of ordinary positions; many short sequences with different first tokens give the
+    mean of position 0 (the attention sink).  A tokenizer's own beginning-of-sequence token comes first where it adds
+    one, since that is what serving will see.  Without a tokenizer (random models) seeded random tokens stand in.
     """
     if tokenizer is None:
         generator = random.Random(0)

@@ -106,7 +106,7 @@ class FourfoldBuilder(AttentionMetadataBuilder[FourfoldMetadata]):
         layout = spec_layout(kv_cache_spec)
         if kv_cache_spec.page_size_bytes != layout.page_bytes:
             raise FourfoldError(
-                f"vLLM allots pages of {kv_cache_spec.page_size_bytes} bytes where 4-bit pages have {layout.page_bytes}",
+                f"vLLM allots pages of {kv_cache_spec.page_size_bytes} bytes, not the {layout.page_bytes} of 4-bit pages",
                 why="the seam through which Fourfold asks for its page did not take effect",
                 fix="run `fourfold doctor`; report the vLLM version",
             )
@@ -197,14 +197,14 @@ class FourfoldImpl(AttentionImpl):
     def _bind(self, layer: Any, cache: torch.Tensor) -> CpuLayer:
         """Check the cache that vLLM allotted against PageLayout, once."""
         head_size_v = getattr(layer, "head_size_v", self.head_size)
-        pages, heads, block, content = cache.shape
+        pages, heads, block, _ = cache.shape
         layout = PageLayout(block, heads, self.head_size, head_size_v)
         expected = (layout.page_bytes, layout.head_page_bytes, layout.bytes_per_token_head, 1)
         if cache.dtype != torch.uint8 or heads != self.num_kv_heads or cache.stride() != expected:
             raise FourfoldError(
                 f"vLLM allotted a cache of shape {tuple(cache.shape)}, {cache.dtype}, strides {cache.stride()}",
-                why=f"4-bit pages need [{pages}, {self.num_kv_heads}, {block}, {layout.bytes_per_token_head}] uint8 with "
-                f"strides {expected}",
+                why=f"4-bit pages need [{pages}, {self.num_kv_heads}, {block}, {layout.bytes_per_token_head}] uint8 "
+                f"with strides {expected}",
                 fix="run `fourfold doctor`; report the vLLM version",
             )
         self._layer = self.kernel(layout)

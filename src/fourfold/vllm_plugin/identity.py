@@ -19,8 +19,8 @@ from fourfold.vllm_plugin.compat import seam
 def calibration_path(model_config: Any, load_config: Any, settings: Settings, rank: int, ranks: int) -> Path:
     """``<cache>/calibrations/<model>-<digest>/rank<r>of<n>.safetensors``.
 
-    The digest covers what the statistics depend on: model, revision, weights (for a local folder: names, sizes and times),
-    configuration, quantisation, calibration text and the file format.
+    The digest covers what the statistics depend on: model, revision, weights (for a local folder: names, sizes and
+    times), configuration, quantisation, calibration text and the file format.
     """
     model = str(model_config.model)
     folder = Path(model)

@@ -1,7 +1,7 @@
 """What happens right after vLLM has loaded a model's weights: refuse, calibrate or read the cache, check, report.
 
-A model loader is the one public place that holds the whole model in every worker before pages are allotted, under tensor
-parallelism too: each rank runs the same forward pass and keeps its own heads.
+A model loader is the one public place that holds the whole model in every worker before pages are allotted, under
+tensor parallelism too: each rank runs the same forward pass and keeps its own heads.
 """
 
 from __future__ import annotations

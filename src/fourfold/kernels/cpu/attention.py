@@ -69,6 +69,7 @@ class CpuLayer:
             "sink_key": params.sink_key,
             "sink_value": params.sink_value,
             "feedback": params.feedback,
+            "metric": params.metric,
             "clips": torch.tensor(CLIPS, dtype=torch.float32),
         }
         self._call = Call(

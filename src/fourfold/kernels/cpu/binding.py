@@ -25,7 +25,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _INTEGERS_BEFORE = "tokens sequences heads kv_heads head_size head_size_v block_size dtype threads"
 _STRIDES = "page_stride head_stride v_codes k_scales v_scales"
 _MATRICES = (
-    "key_centre key_matrix query_matrix value_centre value_matrix value_inverse sink_key sink_value feedback clips"
+    "key_centre key_matrix query_matrix value_centre value_matrix value_inverse "
+    "sink_key sink_value feedback metric clips"
 )
 
 

@@ -42,7 +42,8 @@ struct ff_call {
   const float* value_inverse;    // [DV, DV]     R^T
   const float* sink_key;         // [HK, D]      added centre of position 0, transformed basis
   const float* sink_value;       // [HK, DV]
-  const float* feedback;         // [HK, D, D]   error feedback of the key quantiser (transposed), or null
+  const float* feedback;         // [HK, D, D]   LayerParams.feedback, or null: plain rounding of keys
+  const float* metric;           // [HK, D, D]   LayerParams.metric, or null
   const float* clips;            // [clip_count] candidates, fractions of the absolute maximum
   int64_t clip_count;
   // attention
