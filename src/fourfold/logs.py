@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_PREFIX = re.compile(r"^(?:\([\w ]+pid=\d+\)\s*)?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]+\]\s*)?")
+_PREFIX = re.compile(r"^(?:\([\w ]+pid=\d+\)\s*)?(?:\[rank\d+\]:\s?)?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]+\]\s*)?")
 """vLLM's process and log prefixes."""
 _EXCEPTION = re.compile(r"^(?:[\w.]+\.)?(?:\w*(?:Error|Exception|Interrupt)): \S")
 _EMPTY = ("Engine core initialization failed", "Engine process failed", "cancelled")
