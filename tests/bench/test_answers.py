@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+
 from fourfold.bench.answers import CUT, MIN_BIGRAMS, check, is_degenerate, repeated_bigrams
 from fourfold.bench.driver import finish_reasons
 from fourfold.evals.windows import default_text

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from fourfold.bench.capacity import capacity
 from fourfold.bench.model_config import ModelShape, find_config, read_shape, shape_from_config
 from fourfold.errors import FourfoldError

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from fourfold.bench.prompts import (
     Prompt,
     json_elements,
@@ -68,8 +69,8 @@ def test_lmsys_from_jsonl_and_parquet(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     assert read_lmsys(path) == [Prompt("a", "b")]
-    import pyarrow.parquet as parquet
     import pyarrow
+    import pyarrow.parquet as parquet
 
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert read_lmsys(tmp_path / "a.parquet") == [Prompt("a", "b")]

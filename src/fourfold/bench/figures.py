@@ -41,9 +41,9 @@ def _figure(x: str, y: str, height: int = 320) -> go.Figure:
     return figure
 
 
-def distribution(values: Mapping[str, Sequence[float]], unit: str) -> go.Figure:
+def distribution(values: Mapping[str, Sequence[float]], unit: str, title: str) -> go.Figure:
     """Share of requests that were at most so slow: one step line a mode.  ``values`` by mode, in ``unit``."""
-    figure = _figure(unit, "share of requests")
+    figure = _figure(title, "share of requests")
     for mode, numbers in values.items():
         ordered = sorted(numbers)
         n = len(ordered)
@@ -94,6 +94,7 @@ def capacity(tokens: Mapping[str, int]) -> go.Figure:
         hovertemplate="%{y}: %{x:,} tokens<extra></extra>",
         width=0.62,
     )
+    figure.update_xaxes(tickformat=",")
     figure.update_layout(hovermode="closest", margin={"l": 80, "r": 18, "t": 8, "b": 48})
     return figure
 

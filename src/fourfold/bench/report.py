@@ -136,12 +136,16 @@ def build(metrics: Mapping[str, Any], plotlyjs: str | None = None) -> str:
         (
             "Time to first token",
             "Share of requests whose first token came within so many seconds. Further left is better.",
-            figures.distribution({mode: row["requests"]["ttft_s"] for mode, row in detail.items()}, "s"),
+            figures.distribution(
+                {mode: row["requests"]["ttft_s"] for mode, row in detail.items()}, "s", "TTFT, seconds"
+            ),
         ),
         (
             "Time per output token",
             "Share of requests whose later tokens took at most so long each. Further left is better.",
-            figures.distribution({mode: row["requests"]["tpot_ms"] for mode, row in detail.items()}, "ms"),
+            figures.distribution(
+                {mode: row["requests"]["tpot_ms"] for mode, row in detail.items()}, "ms", "TPOT, milliseconds"
+            ),
         ),
         (
             "Requests in the queue",

@@ -1,0 +1,101 @@
+"""Load against a real vLLM server, and streams that break off."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fourfold.bench.driver import watch
+from fourfold.bench.load import LoadSettings, run_load
+from fourfold.bench.prompts import Prompt, select
+from fourfold.bench.server import free_port, running_server
+from fourfold.bench.tokenizer import encoder, load_tokenizer, renderer
+from fourfold.cli.serve import server_command
+from fourfold.config import Settings
+from fourfold.modes import MODES, environment
+
+pytestmark = pytest.mark.engine
+
+KV_BYTES = 2 * 2 * 2 * 64 * 4 * 32 * 12  # 2 layers, K and V, 2 heads, 64 elements of 4 bytes: 12 blocks of 32 tokens
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    port = free_port()
+    flags = ["--port", str(port), "--dtype", "float32", "--max-model-len", "256", "--block-size", "32"]
+    flags += ["--kv-cache-memory-bytes", str(KV_BYTES), "--enforce-eager", "--served-model-name", "tiny"]
+    command = server_command(str(tiny_llama), flags, sys.executable)
+    log = tmp_path_factory.mktemp("server") / "log"
+    with running_server(command, environment(MODES["bf16"], Settings()), log, port=port, timeout=300) as url:
+        yield url
+
+
+def test_a_run_measures_preempts_and_describes_the_engine(server: str, tiny_llama: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_llama))
+    prompts = [Prompt(f"the river {n} rises and the boat {n} waits", "", 90) for n in range(12)]
+    requests = select(prompts, 12, encoder(tokenizer), renderer(tokenizer), max_model_len=256)
+    load = LoadSettings(request_rate=50.0, ignore_eos=True, temperature=1.0, max_degenerate=1.0, interval=0.05)
+    result = run_load(server, requests, load, model="tiny", tokenizer=str(tiny_llama), timeout=300)
+    assert (result["completed"], result["failed"], result["valid"]) == (12, 0, True)
+    assert result["output_tokens"] == 12 * 90
+    assert result["input_tokens"] == sum(request.prompt_tokens for request in requests)
+    assert result["ttft_mean_s"] > 0
+    assert len(result["requests"]["ttft_s"]) == 12
+    # every request grows to four or five blocks, and there are twelve: the cache fills, and requests are thrown out
+    assert result["engine"]["capacity_tokens"] == 12 * 32
+    assert result["preemptions"] > 0
+    assert result["kv_usage_peak"] > 0.7
+    assert result["engine"]["version"].startswith("0.")
+    assert max(result["series"]["waiting"]) > 0
+    json.dumps(result, allow_nan=False)
+
+
+async def _serve_stream(events: list[str]) -> asyncio.Server:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(
+            int(line.split(b":")[1]) for line in head.splitlines() if line.lower().startswith(b"content-length")
+        )
+        await reader.readexactly(length)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
+        for event in events:
+            writer.write(f"data: {event}\n\n".encode())
+        await writer.drain()
+        writer.close()
+
+    return await asyncio.start_server(handle, "127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("reason", "success"), [("length", True), ("stop", True), (None, False), ("abort", False)], ids=str
+)
+def test_streams_without_an_end_are_errors(reason: str | None, success: bool) -> None:
+    import aiohttp
+
+    module = importlib.import_module("vllm.benchmarks.lib.endpoint_request_func")
+    original = (module.StreamedResponseHandler, dict(module.ASYNC_REQUEST_FUNCS))
+    watch(module)
+
+    async def ask() -> object:
+        events = [json.dumps({"choices": [{"text": "a", "finish_reason": None}]}) for _ in range(3)]
+        if reason:
+            events.append(json.dumps({"choices": [{"text": "", "finish_reason": reason}]}))
+        stub = await _serve_stream(events)
+        url = f"http://127.0.0.1:{stub.sockets[0].getsockname()[1]}/v1/completions"
+        request = module.RequestFuncInput(prompt="x", api_url=url, prompt_len=1, output_len=4, model="m")
+        async with stub, aiohttp.ClientSession() as session:
+            return await module.ASYNC_REQUEST_FUNCS["openai"](request, session)
+
+    try:
+        output = asyncio.run(ask())
+    finally:
+        module.StreamedResponseHandler = original[0]
+        module.ASYNC_REQUEST_FUNCS.update(original[1])
+    assert output.success is success
+    assert output.error.startswith("cut stream") is not success
