@@ -65,6 +65,7 @@ class Queue(ABC):
     def push_back(self, request: Request) -> None:
         """A preempted request waits again."""
 
+    @abstractmethod
     def finished(self, request: Request) -> None:
         """A running request has its last token."""
 
@@ -100,6 +101,9 @@ class FirstCome(Queue):
     def push_back(self, request: Request) -> None:
         self._waiting.appendleft(request)
 
+    def finished(self, request: Request) -> None:
+        """First-come order learns nothing."""
+
     def drop(self, request: Request, waiting: bool) -> None:
         if waiting:
             self._waiting.remove(request)
@@ -116,6 +120,7 @@ class Ranked(Queue):
         self._heap: list[tuple[tuple[int, float, int], int, Request]] = []
         self._gone: set[int] = set()
         self._pushes = 0
+        self._epoch = policy.epoch
 
     def push(self, request: Request) -> None:
         spec = request.spec
@@ -138,13 +143,26 @@ class Ranked(Queue):
         heapq.heappush(self._heap, (self.policy.order(job), self._pushes, request))
         self._pushes += 1
 
+    def _sort_again(self) -> None:
+        self._epoch = self.policy.epoch
+        waiting = [request for _, _, request in self._heap if id(request) not in self._gone]
+        self._gone.clear()
+        for request in waiting:
+            self.policy.refresh(_job(request))
+        self._heap = [(self.policy.order(_job(request)), i, request) for i, request in enumerate(waiting)]
+        heapq.heapify(self._heap)
+
     def head(self) -> Request | None:
+        if self._epoch != self.policy.epoch:
+            self._sort_again()
         while self._heap and id(self._heap[0][2]) in self._gone:
             self._gone.discard(id(heapq.heappop(self._heap)[2]))
         return self._heap[0][2] if self._heap else None
 
     def pop(self, now: float) -> Request:
-        request = heapq.heappop(self._heap)[2]
+        request = self.head()
+        assert request is not None
+        heapq.heappop(self._heap)
         self.policy.start(_job(request), now)
         return request
 

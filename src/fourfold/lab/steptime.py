@@ -49,7 +49,7 @@ class StepTime:
 
     @classmethod
     def load(cls, path: Path) -> StepTime:
-        """Read ``{"step_time": {…}}``, or fit ``{"steps": [{prefill_tokens, decode_seqs, context_tokens, seconds}]}``."""
+        """Read ``{"step_time": {…}}``, or fit ``{"steps": [{…}, …]}``, whose elements have the fields of ``Step``."""
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
             if "step_time" in value:

@@ -38,6 +38,7 @@ class LengthModel:
         self.quantiles = lengths.quantiles.copy()
         self.tau: float | None = None
         self.useful = True
+        self.switches = 0
         self._build()
 
     def bucket(self, score: float) -> int:
@@ -54,7 +55,7 @@ class LengthModel:
 
     @property
     def ceiling(self) -> float:
-        """99% quantile of the longest bucket, tokens: the scale for lengths that are known exactly."""
+        """99% quantile of the longest bucket, tokens: what counts as long when lengths are known."""
         return float(self.quantiles[-1, -2])
 
     def totals(self, buckets: NDArray[np.int64], generated: NDArray[np.int64]) -> F64:
@@ -126,4 +127,6 @@ class LengthModel:
         self.tau = kendall_tau(pairs[:, 0], pairs[:, 1])
         noise = null_deviation(len(pairs))
         threshold = 0.02 + (1.0 if self.useful else 3.0) * noise
-        self.useful = self.tau > threshold
+        if self.useful != (self.tau > threshold):
+            self.useful = not self.useful
+            self.switches += 1

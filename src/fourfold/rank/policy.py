@@ -11,9 +11,10 @@ A vLLM ``Scheduler`` subclass and the simulator drive the same object::
     policy.preempt(job)                          it was; queue it again under its new ``order``
     policy.finish(job, tokens, complete=…)       or policy.abort(job), in any state
 
-**Order.**  Shortest predicted remaining work first (arXiv 2408.15792), with linear ageing: the key is
-``arrival + slack`` where ``0 <= slack <= max_overtake_s`` grows with the predicted work.  All waiting requests
-age alike, so the key never changes while a request waits and a plain heap keeps the order.
+**Order.**  Shortest predicted remaining work first (after arXiv 2408.15792, which orders by length alone), with
+linear ageing: the key is ``arrival + slack`` where ``0 <= slack <= max_overtake_s`` grows with the predicted
+work.  All waiting requests age alike, so the key does not change while a request waits and a plain heap keeps
+the order.  (Only when ranking is switched off or on does ``epoch`` change: then ``refresh`` those that wait.)
 
 **Bound on waiting.**  Let request r arrive at time t with user priority p.  A request of priority p that
 arrives after ``t + max_overtake_s`` has a key above its own arrival, hence above ``t + max_overtake_s``, hence
@@ -28,8 +29,8 @@ that run, with it, fit in the pool.  When no block is free and a protected reque
 ones hold less than their worst cases, hence less than the pool: some unprotected request holds the rest and
 is the victim.  So no request is preempted more than ``max_preemptions`` times.
 
-**Failure.**  When the ranker raises, or its measured tau falls to noise, slack is 0 for new requests: plain
-first-come, and admission goes on with the lengths seen.
+**Failure.**  A request whose scoring raises has slack 0.  When measured tau falls to noise, all have: plain
+first-come order, and admission goes on with the lengths seen.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ class PolicyConfig:
         learn: correct lengths on line, and fall back to first-come when tau is noise.
     """
 
-    max_overtake_s: float = 20.0
+    max_overtake_s: float = 30.0
     max_preemptions: int = 2
-    reserve_level: float = 0.5
+    reserve_level: float = 0.3
     headroom: float = 0.04
     trust_max_tokens: bool = True
     learn: bool = True
@@ -142,6 +143,7 @@ class Policy:
         self.stats = PolicyStats()
         self.jobs: dict[str, Job] = {}
         self._sequence = 0
+        self._mean_prompt = 0.0
         self._deferred: set[str] = set()
 
     @property
@@ -168,6 +170,7 @@ class Policy:
         job.known_tokens = known_tokens
         job.bucket = self.model.bucket(score)
         self._sequence += 1
+        self._mean_prompt += (prompt_tokens - self._mean_prompt) / min(self._sequence, 512)
         job.slack = self._slack(job)
         self.jobs[request_id] = job
         return job
@@ -200,9 +203,27 @@ class Policy:
     def _slack(self, job: Job) -> float:
         if job.known_tokens is None and (not self.ranking or np.isnan(job.score)):
             return 0.0
-        remaining = self._expected_total(job) - job.generated
-        scale = self.model.longest if job.known_tokens is None else self.model.ceiling
-        return self.config.max_overtake_s * min(1.0, max(0.0, remaining) / max(1.0, scale))
+        longest = self.model.longest if job.known_tokens is None else self.model.ceiling
+        scale = longest * (self._mean_prompt + longest / 2)
+        return self.config.max_overtake_s * min(1.0, self.work(job) / scale)
+
+    @property
+    def epoch(self) -> int:
+        """Changes when ranking goes off or on; waiting jobs must then be refreshed and sorted again."""
+        return self.model.switches if self.config.learn else 0
+
+    def refresh(self, job: Job) -> None:
+        """Compute the slack of a waiting job again; still between 0 and max_overtake_s, so the bound holds."""
+        job.slack = self._slack(job)
+
+    def work(self, job: Job) -> float:
+        """Predicted work left: KV tokens held, times the steps for which they are held.
+
+        A request of c tokens with r to come holds c, c + 1, … c + r tokens in its r steps: ``r * (c + r / 2)``.
+        KV is what the engine runs out of, so this, and not r alone, is the size by which shortest-first wins.
+        """
+        left = self.remaining(job)
+        return left * (job.prompt_tokens + job.generated + left / 2)
 
     def order(self, job: Job) -> tuple[int, float, int]:
         """Sort key, smallest first: user priority, arrival + slack, order of arrival."""
@@ -261,7 +282,7 @@ class Policy:
         missing, as long as starts went through ``may_start``).
         """
         open_jobs = [job for job in running if not self.protected(job)]
-        return max(open_jobs, key=lambda j: (j.priority, self.remaining(j), j.sequence), default=None)
+        return max(open_jobs, key=lambda j: (j.priority, self.work(j), j.sequence), default=None)
 
     def preempt(self, job: Job) -> None:
         """Note a preemption; the job keeps its arrival and is ordered by what it still has to do."""
