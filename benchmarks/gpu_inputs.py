@@ -1,4 +1,4 @@
-"""Random 4-bit pages, and the attention over them in float64: what every kernel is checked against before it is timed."""
+"""Random 4-bit pages, and the attention over them in float64 that every kernel is checked against before it is timed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fourfold.quant.params import LayerParams, identity_params
 
 @dataclass(frozen=True)
 class Shape:
-    """``batch`` sequences of ``context`` tokens; ``heads`` query heads over ``kv_heads``; ``drafts`` extra query tokens."""
+    """``batch`` sequences of ``context`` tokens, ``heads`` query over ``kv_heads`` heads, ``drafts`` extra query tokens."""
 
     batch: int
     context: int
@@ -102,11 +102,16 @@ def reference(
     return out.reshape(n, shape.heads, shape.head_size)
 
 
-def random_params(shape: Shape, device: torch.device, sink: bool = True) -> LayerParams:
+def random_params(shape: Shape, device: torch.device, sink: bool = True, metric: bool = True) -> LayerParams:
     """A rotation with a diagonal balance and non-zero centres, as calibration makes them."""
     generator = torch.Generator().manual_seed(2)
     plain = identity_params(shape.kv_heads, shape.head_size, shape.head_size)
     size = (shape.kv_heads, shape.head_size)
+    factor = torch.zeros(0)
+    if metric:  # as correlated as the queries of a real layer
+        queries = torch.randn(shape.kv_heads, 4 * shape.head_size, shape.head_size, generator=generator)
+        queries = queries * torch.exp(torch.randn(shape.head_size, generator=generator)) @ plain.query_matrix
+        factor = torch.linalg.cholesky(queries.transpose(1, 2) @ queries).transpose(1, 2).contiguous()
     balance = torch.exp(0.3 * torch.randn(size, generator=generator))[..., None]
     return LayerParams(
         key_centre=torch.randn(size, generator=generator) * 4,
@@ -115,5 +120,5 @@ def random_params(shape: Shape, device: torch.device, sink: bool = True) -> Laye
         value_centre=torch.randn(size, generator=generator),
         sink_key=torch.randn(size, generator=generator) * (2.0 if sink else 0.0),
         sink_value=torch.randn(size, generator=generator) * (1.0 if sink else 0.0),
-        feedback=torch.zeros(0),
+        query_factor=factor,
     ).to(device)

@@ -37,7 +37,9 @@ _DecodeArgs = structure(
     "DecodeArgs",
     [("cache", c_void_p), ("page_stride", c_longlong), ("head_stride", c_longlong)]
     + [("table", c_void_p), ("table_stride", c_int)]
-    + [(n, c_void_p) for n in ("lengths", "q_start", "cum", "runs", "q", "aux", "po", "pm")]
+    + [(n, c_void_p) for n in ("lengths", "q_start", "cum", "runs", "raw")]
+    + [("raw_stride", c_longlong), ("wq", c_void_p), ("sink", c_void_p), ("scale", c_float), ("sink_scale", c_float)]
+    + [(n, c_void_p) for n in ("q", "aux", "po", "pm")]
     + [(n, c_int) for n in ("batch", "kv_heads", "row_blocks", "rows", "slots", "window")]
     + [("k_factor", c_float), ("cap", c_float)],
 )
@@ -52,12 +54,13 @@ _MergeArgs = structure(
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How decode.cu is cut: ``row_tiles`` blocks of 8 query rows, ``tokens`` 16-token tiles a warp at once, ``stages`` of
-    its copy ring, ``blocks`` resident on a multiprocessor."""
+    its copy ring, ``blocks`` resident on a multiprocessor; ``fused``: decode.cu transforms the queries itself."""
 
     row_tiles: int
     tokens: int
     stages: int
     blocks: int
+    fused: bool = False
 
     def shared(self, layout: PageLayout) -> int:
         """Bytes of shared memory a thread block."""
@@ -65,6 +68,8 @@ class Tiling:
         ring = WARPS * self.stages * self.tokens * (256 * (ck + cv) + 64)
         exchange = 4 * WARPS * 8 * (layout.head_size_v + 4 + 3)
         operand = self.row_tiles * ck * 512 if self.row_tiles > 1 else 0
+        if self.fused:
+            operand = 16 * (32 * ck + 8) + WARPS * 64
         return operand + max(ring, exchange)
 
 
@@ -216,24 +221,20 @@ class Decode:
         slots = plan.n_runs + batch
 
         d = layout.head_size
-        kernel = load("query", {"D": d, **common}, self.device)
-        grid = min(-(-tokens * self.group // 16), max(self.multiprocessors * 4 // heads, 1))
         sink = pointer(params.sink_key) if params.sink else 0
-        kernel.launch(
-            (grid, heads),
-            256 if d > 128 else 128,
-            0,
-            _QueryArgs(
-                pointer(query), query.stride(0), pointer(params.wq), sink, q, aux, tokens, heads,
-                query_scale(self.scale), self.scale * _LOG2E,
-            ),
-            stream,
-        )  # fmt: skip
+        factor, sink_factor = query_scale(self.scale), self.scale * _LOG2E
+        if not tiling.fused:
+            kernel = load("query", {"D": d, **common}, self.device)
+            grid = min(-(-tokens * self.group // 16), max(self.multiprocessors * 4 // heads, 1))
+            arguments = _QueryArgs(
+                pointer(query), query.stride(0), pointer(params.wq), sink, q, aux, tokens, heads, factor, sink_factor
+            )
+            kernel.launch((grid, heads), 256 if d > 128 else 128, 0, arguments, stream)
 
         defines = {
             "D": d, "DV": layout.head_size_v, "NB": tiling.row_tiles, "NT": tiling.tokens, "ST": tiling.stages,
             "PS": layout.block_size, "SOFTCAP": int(self.soft_cap > 0), "WINDOW": int(self.window > 0),
-            "MINB": tiling.blocks, **common,
+            "MINB": tiling.blocks, "QFUSED": int(tiling.fused), **common,
         }  # fmt: skip
         shared = tiling.shared(layout)
         kernel = load("decode", defines, self.device, shared)
@@ -245,7 +246,7 @@ class Decode:
             shared,
             _DecodeArgs(
                 pointer(cache), cache.stride(0), cache.stride(1), pointer(block_table), block_table.stride(0),
-                *planned, q, aux, po, pm, batch, heads, plan.row_blocks, rows, slots, self.window,
+                *planned, pointer(query), query.stride(0), pointer(params.wq), sink, factor, sink_factor, q, aux, po, pm, batch, heads, plan.row_blocks, rows, slots, self.window,
                 2.0**24 / QUERY_GAIN / cap, cap,
             ),
             stream,

@@ -2,11 +2,12 @@
 //
 // Compile-time: DV, GROUP, SINK, ACT_BF16.  out = (sum_i 2^(m_i - M) (acc_i + p0_i sink) / Z) Wo + centre.
 // A block of 8 warps takes up to 16 query rows of one KV head, so that the matrix is read once for 16 rows; the rotation
-// runs on the matrix unit with the rows split into two parts (high and low), which keeps 16 bits of each.
+// runs on the matrix unit with the rows split into two parts (high and low), which keeps 16 bits of each (once a block,
+// through shared memory).
 // The matrix and the plan are read before the wait for decode.cu; partials are read without waiting for their weights.
 #include "mma.h"
 
-constexpr int CHUNKS = (DV + 31) / 32, TILES = DV / 8, PITCH = 32 * CHUNKS + 8, VEC = (DV + 127) / 128;
+constexpr int CHUNKS = (DV + 31) / 32, TILES = DV / 8, PITCH = 32 * CHUNKS + 8, HALF_PITCH = 16 * CHUNKS + 4, VEC = (DV + 127) / 128;
 constexpr int OWN = (TILES + 7) / 8, BATCH = VEC == 1 ? 8 : 4;
 constexpr bool AHEAD = OWN * CHUNKS <= 9;           // the matrix fits in registers
 
@@ -20,6 +21,7 @@ struct Args {
 
 extern "C" __global__ void __launch_bounds__(256) merge(const __grid_constant__ Args a) {
   __shared__ float o[16 * PITCH];
+  __shared__ __align__(16) u32 split[2][16 * HALF_PITCH];  // high and low parts, two elements a word
   __shared__ float stat[16][2];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q4 = lane & 3;
   const int hk = blockIdx.y, v0 = blockIdx.x * a.take, sharers = max(8 / a.take, 1);
@@ -32,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(256) merge(const __grid_constant__ 
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++) w[i][c] = __ldg(a.wo + (min(warp + 8 * i, TILES - 1) * CHUNKS + c) * 32 + lane);
   }
-  for (int i = threadIdx.x; i < 16 * PITCH; i += 256) o[i] = 0.f;
+  for (int i = threadIdx.x; i < n_rows * PITCH; i += 256) o[i] = 0.f;
   if (threadIdx.x < 32) stat[0][threadIdx.x] = 0.f;
   const int per = a.meta[0];
   __syncthreads();
@@ -96,24 +98,31 @@ extern "C" __global__ void __launch_bounds__(256) merge(const __grid_constant__ 
   }
   wait_predecessor();
   __syncthreads();
-  // ---- rotate: rows are the M side
-  u32 hi[CHUNKS][8], lo[CHUNKS][8];
-  const float z0 = stat[g][0] > 0.f ? 1.f / stat[g][0] : 0.f, z1 = stat[g + 8][0] > 0.f ? 1.f / stat[g + 8][0] : 0.f;
-#pragma unroll
-  for (int c = 0; c < CHUNKS; c++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const float* src = o + (g + 8 * half) * PITCH + 32 * c + 8 * q4;
-      const float s = half ? z1 : z0, p0 = SINK ? stat[g + 8 * half][1] : 0.f;
-#pragma unroll
-      for (int x = 0; x < 4; x++) {
-        float2 u = make_float2(0.f, 0.f);
-        if (SINK && (DV % 32 == 0 || 32 * c + 8 * q4 < DV)) u = *(const float2*)(a.sink + hk * DV + 32 * c + 8 * q4 + 2 * x);
-        const float f0 = (src[2 * x] + p0 * u.x) * s, f1 = (src[2 * x + 1] + p0 * u.y) * s;
-        const u32 h = pack_act(f0, f1);
-        hi[c][2 * x + half] = h; lo[c][2 * x + half] = pack_act(f0 - act_lo(h), f1 - act_hi(h));
-      }
+  for (int i = threadIdx.x; i < n_rows * 16 * CHUNKS; i += 256) {
+    const int r = i / (16 * CHUNKS), e = i % (16 * CHUNKS) * 2;
+    const float s = stat[r][0] > 0.f ? 1.f / stat[r][0] : 0.f;
+    float2 v = *(const float2*)(o + r * PITCH + e);
+    if (SINK && (DV % 32 == 0 || e < DV)) {
+      const float2 u = *(const float2*)(a.sink + hk * DV + e);
+      v.x += stat[r][1] * u.x; v.y += stat[r][1] * u.y;
     }
+    v.x *= s; v.y *= s;
+    const u32 h = pack_act(v.x, v.y);
+    split[0][r * HALF_PITCH + e / 2] = h; split[1][r * HALF_PITCH + e / 2] = pack_act(v.x - act_lo(h), v.y - act_hi(h));
+  }
+  __syncthreads();
+  // ---- rotate: rows are the M side; rows past n_rows stay zero
+  u32 part[2][CHUNKS][8];
+#pragma unroll
+  for (int p = 0; p < 2; p++)
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (g + 8 * half < n_rows) v = *(const uint4*)(split[p] + (g + 8 * half) * HALF_PITCH + 16 * c + 4 * q4);
+        part[p][c][half] = v.x; part[p][c][2 + half] = v.y; part[p][c][4 + half] = v.z; part[p][c][6 + half] = v.w;
+      }
 #pragma unroll
   for (int i = 0; i < OWN; i++) {
     const int j = warp + 8 * i;
@@ -123,8 +132,11 @@ extern "C" __global__ void __launch_bounds__(256) merge(const __grid_constant__ 
     for (int c = 0; c < CHUNKS; c++) {
       uint4 m;
       if constexpr (AHEAD) m = w[i][c]; else m = __ldg(a.wo + (j * CHUNKS + c) * 32 + lane);
-      mma_act(d, hi[c][0], hi[c][1], hi[c][2], hi[c][3], m.x, m.y); mma_act(d, hi[c][4], hi[c][5], hi[c][6], hi[c][7], m.z, m.w);
-      mma_act(d, lo[c][0], lo[c][1], lo[c][2], lo[c][3], m.x, m.y); mma_act(d, lo[c][4], lo[c][5], lo[c][6], lo[c][7], m.z, m.w);
+#pragma unroll
+      for (int p = 0; p < 2; p++) {
+        mma_act(d, part[p][c][0], part[p][c][1], part[p][c][2], part[p][c][3], m.x, m.y);
+        mma_act(d, part[p][c][4], part[p][c][5], part[p][c][6], part[p][c][7], m.z, m.w);
+      }
     }
     const int e = 8 * j + 2 * q4;
     const float2 centre = *(const float2*)(a.centre + hk * DV + e);

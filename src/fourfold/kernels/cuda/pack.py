@@ -62,10 +62,12 @@ class PackedParams:
     Attributes:
         dtype: float16 or bfloat16, of activations and matrices.
         wq, wk: packed per KV head; wv, wo: packed once for all heads.
-        key_bias, value_bias: [2, HK, D or Dv] float32: what is subtracted at any position, and at position 0.
+        key_bias, value_bias: [2, HK, D or Dv] float32: what is added to k Wk and v R at any position, and at position 0.
         value_centre: [HK, Dv] float32.
         sink_key: [HK, 32 chunks] float32 in the query operand's order; sink_value: [HK, Dv] float32.
         sink: whether position 0 has its own centre.
+        factor, corner, weight: ``LayerParams.query_factor`` for store.cu (empty without): the unit upper triangular
+            factor U in fp16 operand order, its diagonal blocks, the squared diagonal; see ``pack_factor``.
     """
 
     dtype: torch.dtype
@@ -78,10 +80,43 @@ class PackedParams:
     value_centre: torch.Tensor
     sink_key: torch.Tensor
     sink_value: torch.Tensor
+    factor: torch.Tensor
+    corner: torch.Tensor
+    weight: torch.Tensor
     sink: bool
     head_size: int
     head_size_v: int
     kv_heads: int
+
+    @property
+    def metric_keys(self) -> bool:
+        """Whether keys are rounded in the metric of the queries."""
+        return self.factor.numel() > 0
+
+
+def pack_factor(query_factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sequential rounding's tables.
+
+    Args:
+        query_factor: [HK, D, D] upper triangular, or empty.
+
+    Returns:
+        factor [HK, D / 8 tiles, D / 16 blocks, 32 lanes, 4] float16: lane 4 g + q of tile j and block k holds columns
+        16 k + 2 q, + 1, + 8, + 9 of row 8 j + g of U; corner [HK, D / 16, 16, 4, 4] float32: for column k of a diagonal
+        block and lane q, rows 2 q, + 1, + 8, + 9, zero unless before k; weight [HK, D] float32.
+    """
+    if not query_factor.numel():
+        return torch.zeros(0), torch.zeros(0), torch.zeros(0)
+    heads, size, _ = query_factor.shape
+    diagonal = query_factor.diagonal(dim1=1, dim2=2)
+    unit = query_factor / diagonal[:, :, None]
+    # columns 16 k + 8 b + 2 q + x -> [head, tile, g, block, b, q, x] -> [head, tile, block, g, q, b, x]
+    split = unit.view(heads, size // 8, 8, size // 16, 2, 4, 2).permute(0, 1, 3, 2, 5, 4, 6)
+    factor = split.reshape(heads, size // 8, size // 16, 32, 4).to(torch.float16).contiguous()
+    blocks = torch.stack([unit[:, i : i + 16, i : i + 16].triu(1) for i in range(0, size, 16)], 1)
+    # rows 8 b + 2 q + x of a block -> [head, block, column, q, b, x]
+    corner = blocks.view(heads, size // 16, 2, 4, 2, 16).permute(0, 1, 5, 3, 2, 4)
+    return factor, corner.reshape(heads, size // 16, 16, 4, 4).contiguous(), diagonal.square().contiguous()
 
 
 def pack_params(params: LayerParams, dtype: torch.dtype, device: torch.device | str) -> PackedParams:
@@ -96,18 +131,22 @@ def pack_params(params: LayerParams, dtype: torch.dtype, device: torch.device | 
     nibble = torch.where(torch.arange(32 * chunks(d)) // 2 % 2 == 1, 16.0, 1.0)[query_columns(d)]
     picked = params.query_matrix.to(dtype)[:, :, columns.clamp_min(0)] * (columns >= 0)
     wq = pack_matrix((picked / nibble).to(dtype), torch.arange(columns.numel()))
-    key_bias = torch.einsum("hd,hde->he", params.key_centre, wk.float())
-    value_bias = params.value_centre @ wv[0].float()
+    key_bias = -torch.einsum("hd,hde->he", params.key_centre, wk.float())
+    value_bias = -params.value_centre @ wv[0].float()
     operand_nibble = torch.where(torch.arange(order.numel()) // 2 % 2 == 1, 16.0, 1.0)
     sink_key = params.sink_key[:, order.clamp_min(0)] * (order >= 0) * operand_nibble
+    factor, corner, weight = (t.to(device) for t in pack_factor(params.query_factor))
     return PackedParams(
+        factor=factor,
+        corner=corner,
+        weight=weight,
         dtype=dtype,
         wq=wq.to(device),
         wk=pack_matrix(wk, torch.arange(d)).to(device),
         wv=pack_matrix(wv, torch.arange(dv)).to(device),
         wo=pack_matrix(wo, torch.arange(dv)).to(device),
-        key_bias=torch.stack([key_bias, key_bias + params.sink_key]).contiguous().to(device),
-        value_bias=torch.stack([value_bias, value_bias + params.sink_value]).contiguous().to(device),
+        key_bias=torch.stack([key_bias, key_bias - params.sink_key]).contiguous().to(device),
+        value_bias=torch.stack([value_bias, value_bias - params.sink_value]).contiguous().to(device),
         value_centre=params.value_centre.contiguous().to(device),
         sink_key=sink_key.contiguous().to(device),
         sink_value=params.sink_value.contiguous().to(device),

@@ -1,11 +1,11 @@
-// Quantise and store: k' = k Wk - bias and v' = v R - bias, scale search, 4-bit codes, into the pages; one launch.
+// Quantise and store: k' = k Wk + bias and v' = v R + bias, scale search, 4-bit codes, into the pages; one launch.
 //
-// Compile-time: D, DV, PS (block size), SINK (position 0 has its own bias), FEEDBACK, ACT_BF16.
+// Compile-time: D, DV, PS (block size), SINK (position 0 has its own bias), METRIC_KEYS (round keys in the metric of the queries), ACT_BF16.
 // grid.y: KV heads of keys, then of values.  A warp takes 16 tokens; lane (g, q) holds elements 8 j + 2 q, + 1 of rows
 // g and g + 8, so that elements e and e + D/2 of a byte meet in one lane.
-// Search over six clips: rows are scaled to [-1, 1] in fp16; two fused multiply-adds (one saturating) leave the code in
-// the low byte of each half; sums over bytes (dp4a) give sum x c and sum c (15 - c), from which the squared error follows.
-// The winning scale's codes and the least-squares refit are computed again in fp32.
+// Rows are scaled to [-1, 1] in fp16.  Two fused multiply-adds (one saturating) leave a code in the low byte of each half;
+// sums over bytes (dp4a) of x c and of c (15 - c) give the squared error of each of six clips and the least-squares refit.
+// So a code may differ from the codec's where its element lies within 1% of a step of the middle between two codes.
 #include "project.h"
 
 struct Args {
@@ -14,7 +14,7 @@ struct Args {
   u8* cache; i64 page_stride, head_stride;                         // bytes
   const uint4* wk; const uint4* wv;                                // packed [HK, ..], and one matrix for all heads
   const float* key_bias; const float* value_bias;                  // [2, HK, D], [2, HK, DV]: all positions; position 0
-  const u16* feedback;                                             // packed by pack.py, or null
+  const uint2* factor; const float4* corner; const float* weight;   // METRIC_KEYS: packed by pack.py
   int tokens, kv_heads;
 };
 
@@ -23,39 +23,141 @@ DEV u32 fma_sat_half2(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.sat.f16x2 %0, %1
 DEV int dot4(u32 a, u32 b, int c) { int r; asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DEV float quad_sum(float v) { v += __shfl_xor_sync(FULL, v, 1); return v + __shfl_xor_sync(FULL, v, 2); }
 
-// fraction of the peak that the best of the six clips keeps, for a row spread over four lanes as x[j][2h], x[j][2h + 1]
-template <int TILES> DEV float best_clip(const float (&x)[TILES][4], int h, float peak) {
-  const float norm = 1.f / peak;
-  u32 y[TILES], y8[TILES / 2];
-#pragma unroll
-  for (int j = 0; j < TILES; j++) y[j] = pack_half(x[j][2 * h] * norm, x[j][2 * h + 1] * norm);
-  int total = 0;
-#pragma unroll
-  for (int j = 0; j < TILES / 2; j++) {  // 127 y as signed bytes: 0x6600 is 1536, with unit steps
-    y8[j] = __byte_perm(fma_half2(y[2 * j], 0x57F057F0u, 0x66006600u), fma_half2(y[2 * j + 1], 0x57F057F0u, 0x66006600u), 0x6420);
-    total = dot4(y8[j], 0x01010101u, total);
-  }
-  float best = 3e38f, clip = 1.f;
-#pragma unroll
-  for (int i = 0; i < 6; i++) {
-    const float c = 1.f - 0.08f * i, step = c / 7.5f;
-    const u32 gain = pack_half(0.5f / c, 0.5f / c);
-    int dot = 0, den = 0;
-#pragma unroll
-    for (int j = 0; j < TILES / 2; j++) {  // saturate((code + 1/2) / 15), then 1024 + code
-      const u32 t0 = fma_half2(fma_sat_half2(y[2 * j], gain, 0x38003800u), 0x4B804B80u, 0x64006400u);
-      const u32 t1 = fma_half2(fma_sat_half2(y[2 * j + 1], gain, 0x38003800u), 0x4B804B80u, 0x64006400u);
-      const u32 codes = __byte_perm(t0, t1, 0x6420);
-      dot = dot4(y8[j], codes, dot);
-      den = dot4(codes, codes ^ 0x0F0F0F0Fu, den);
-    }
-    const float error = quad_sum(-step * step * den - 2.f * step / 127.f * (dot - 7.5f * total)) + step * step * 56.25f * (8 * TILES);
-    if (error < best) { best = error; clip = c; }
-  }
-  return clip;
+// a constant that stays in a register: a half2 instruction takes one immediate only
+template <u32 V> DEV u32 constant() { u32 r; asm volatile("mov.b32 %0, %1;" : "=r"(r) : "n"(V)); return r; }
+
+// codes of two pairs of elements in [-1, 1], one a byte: saturate((code + 1/2) / 15), then 1024 + code
+DEV u32 four_codes(u32 y0, u32 y1, u32 gain, u32 half, u32 fifteen, u32 magic) {
+  return __byte_perm(fma_half2(fma_sat_half2(y0, gain, half), fifteen, magic), fma_half2(fma_sat_half2(y1, gain, half), fifteen, magic), 0x6420);
 }
 
-template <int DIM> DEV void store_rows(const Args& a, const u16* src, i64 stride, const uint4* matrix_src, const float* bias, int head,
+// A row of which this lane holds x[j][2h], x[j][2h + 1], scaled to [-1, 1].
+template <int TILES> struct Row {
+  u32 y[TILES];                    // in fp16
+  float peak, clip;                // largest absolute value; the best clip
+  float dot, den;                  // with that clip: sum of 127 y (code - 7.5) and of (code - 7.5)^2 over this lane
+
+  DEV void scale(const float (&x)[TILES][4], int h) {
+    peak = 1e-8f;
+#pragma unroll
+    for (int j = 0; j < TILES; j++) peak = fmaxf(peak, fmaxf(fabsf(x[j][2 * h]), fabsf(x[j][2 * h + 1])));
+    peak = fmaxf(peak, __shfl_xor_sync(FULL, peak, 1)); peak = fmaxf(peak, __shfl_xor_sync(FULL, peak, 2));
+    const float norm = __fdividef(1.f, peak);
+#pragma unroll
+    for (int j = 0; j < TILES; j++) y[j] = pack_half(x[j][2 * h] * norm, x[j][2 * h + 1] * norm);
+  }
+  // code words j hold the codes of tiles j and j + TILES / 2
+  DEV void round(u32 (&codes)[TILES / 2]) const {
+    const u32 half = constant<0x38003800u>(), fifteen = constant<0x4B804B80u>(), magic = constant<0x64006400u>();
+    const float inverse = __fdividef(0.5f, clip);
+    const u32 gain = pack_half(inverse, inverse);
+#pragma unroll
+    for (int j = 0; j < TILES / 2; j++) codes[j] = four_codes(y[j], y[j + TILES / 2], gain, half, fifteen, magic);
+  }
+  DEV void search() {
+    const u32 ones = constant<0x01010101u>();
+    u32 y8[TILES / 2];
+    int total = 0;
+#pragma unroll
+    for (int j = 0; j < TILES / 2; j++) {  // 127 y as signed bytes: 0x6600 is 1536, with unit steps
+      y8[j] = __byte_perm(fma_half2(y[j], 0x57F057F0u, 0x66006600u), fma_half2(y[j + TILES / 2], 0x57F057F0u, 0x66006600u), 0x6420);
+      total = dot4(y8[j], ones, total);
+    }
+    float best = 3e38f;
+#pragma unroll 1
+    for (float c = 1.f; c > 0.55f; c -= 0.08f) {
+      Row trial;
+      u32 w[TILES / 2];
+#pragma unroll
+      for (int j = 0; j < TILES; j++) trial.y[j] = y[j];
+      trial.clip = c;
+      trial.round(w);
+      int d4 = 0, n4 = 0;
+#pragma unroll
+      for (int j = 0; j < TILES / 2; j++) { d4 = dot4(y8[j], w[j], d4); n4 = dot4(w[j], w[j] ^ 0x0F0F0F0Fu, n4); }
+      const float d = (float)d4 - 7.5f * (float)total, n = 56.25f * (2 * TILES) - (float)n4, step = c * (1.f / 7.5f);
+      const float error = quad_sum(step * (step * n - (2.f / 127.f) * d));
+      if (error < best) { best = error; clip = c; dot = d; den = n; }
+    }
+  }
+};
+
+// loads that stay where they are written: hoisted, they would fill the registers
+DEV uint2 load_here(const uint2* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+DEV float4 load_here(const float4* p) {
+  float4 v;
+  asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
+  return v;
+}
+
+// Sequential rounding of 16 rows in the metric of the queries (codec.py): from the last element to the first, the error e
+// (in steps) of each element is carried into the elements before it, f_i = sum_{k > i} U_ik e_k with U unit upper
+// triangular.  Sums over later blocks of 16 run on the matrix unit; inside a block the four lanes of a row take turns.
+// With a = U x and c = a - (e + f), in steps, the fitted scale is <a, c> / <c, c>, weighted by the squared diagonal.
+template <int TILES> DEV void round_in_metric(u32 (&codes)[TILES], float (&fitted)[2], const Row<TILES> (&row)[2], const uint2* factor,
+                                              const float4* corner, const float* weight, int lane) {
+  // one base register each and constant offsets; left alone, the compiler keeps hundreds of addresses
+  factor += lane; corner += lane & 3; weight += 2 * (lane & 3);
+  asm volatile("" : "+l"(factor), "+l"(corner), "+l"(weight));
+  const float step[2] = {__fdividef(7.5f, row[0].clip), __fdividef(7.5f, row[1].clip)};  // 1 / step of the scaled row
+  float dot[2] = {0.f, 0.f}, den[2] = {0.f, 0.f};
+  u32 e[TILES / 2][4];
+#pragma unroll
+  for (int b = TILES / 2 - 1; b >= 0; b--) {
+    float a[2][4], f[2][4], x[2][4], last[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      a[i][0] = a[i][1] = a[i][2] = a[i][3] = f[i][0] = f[i][1] = f[i][2] = f[i][3] = 0.f;
+      uint2 w[TILES / 2];
+#pragma unroll
+      for (int k = b; k < TILES / 2; k++) w[k] = load_here(factor + ((2 * b + i) * (TILES / 2) + k) * 32);
+#pragma unroll
+      for (int k = b; k < TILES / 2; k++) {
+        mma_f16(a[i], row[0].y[2 * k], row[1].y[2 * k], row[0].y[2 * k + 1], row[1].y[2 * k + 1], w[k].x, w[k].y, a[i]);
+        if (k > b) mma_f16(f[i], e[k][0], e[k][1], e[k][2], e[k][3], w[k].x, w[k].y, f[i]);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; h++) { x[i][2 * h] = half_lo(row[h].y[2 * b + i]) * step[h]; x[i][2 * h + 1] = half_hi(row[h].y[2 * b + i]) * step[h]; }
+    }
+#pragma unroll
+    for (int k = 15; k >= 0; k--) {
+      const int i = k >> 3, owner = (k & 7) >> 1, v = k & 1;
+      const float4 u = load_here(corner + (b * 16 + k) * 4);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        // every lane rounds its own element v; the value is final once its turn has come, and stays the same after
+        const float t = fmaf(__saturatef(fmaf(x[i][2 * h + v] + f[i][2 * h + v], 1.f / 15.f, 0.5f)), 15.f, 8388608.f) - 8388608.f;
+        last[i][2 * h + v] = x[i][2 * h + v] + 7.5f - t;
+        const float error = __shfl_sync(FULL, last[i][2 * h + v], (lane & ~3) | owner);
+        f[0][2 * h] = fmaf(error, u.x, f[0][2 * h]); f[0][2 * h + 1] = fmaf(error, u.y, f[0][2 * h + 1]);
+        f[1][2 * h] = fmaf(error, u.z, f[1][2 * h]); f[1][2 * h + 1] = fmaf(error, u.w, f[1][2 * h + 1]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint2 bits = load_here((const uint2*)(weight + 8 * (2 * b + i)));
+      const float2 w = make_float2(__uint_as_float(bits.x), __uint_as_float(bits.y));
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        e[b][2 * i + h] = pack_half(last[i][2 * h], last[i][2 * h + 1]);
+        const float a0 = a[i][2 * h] * step[h], a1 = a[i][2 * h + 1] * step[h];
+        const float c0 = a0 - last[i][2 * h] - f[i][2 * h], c1 = a1 - last[i][2 * h + 1] - f[i][2 * h + 1];
+        dot[h] += w.x * a0 * c0 + w.y * a1 * c1; den[h] += w.x * c0 * c0 + w.y * c1 * c1;
+        const float z0 = x[i][2 * h] - last[i][2 * h] + (7.5f + 8388608.f), z1 = x[i][2 * h + 1] - last[i][2 * h + 1] + (7.5f + 8388608.f);
+        const u32 pair = __byte_perm(__float_as_uint(z0), __float_as_uint(z1), 0x3340) & 0x0F0Fu;
+        codes[2 * b + i] = h ? codes[2 * b + i] | pair << 16 : pair;
+      }
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; h++) fitted[h] = fmaxf(__fdividef(quad_sum(dot[h]), quad_sum(den[h])), 0.f) * row[h].peak * __fdividef(1.f, step[h]);
+}
+
+template <int DIM, bool METRIC> DEV void store_rows(const Args& a, const u16* src, i64 stride, const uint4* matrix_src, const float* bias, int head,
                                        int code_offset, int scale_offset, u32 matrix) {
   constexpr int CHUNKS = (DIM + 31) / 32, TILES = DIM / 8;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q4 = lane & 3;
@@ -80,40 +182,41 @@ template <int DIM> DEV void store_rows(const Args& a, const u16* src, i64 stride
     }
 #pragma unroll
     for (int j = 0; j < TILES; j++) {
-      x[j][0] = x[j][1] = x[j][2] = x[j][3] = 0.f;
+      const float2 b0 = *(const float2*)(row_bias[0] + 8 * j), b1 = *(const float2*)(row_bias[1] + 8 * j);
+      x[j][0] = b0.x; x[j][1] = b0.y; x[j][2] = b1.x; x[j][3] = b1.y;
       multiply<CHUNKS>(x[j], rows, matrix, j, lane);
+    }
+    Row<TILES> row[2];
+    u32 codes[TILES];  // of row g in the low half, of row g + 8 in the high half, one a byte
+    float scale[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) { row[h].scale(x, h); row[h].search(); }
+    if constexpr (METRIC) {
+      constexpr int BLOCKS = TILES / 2;
+      round_in_metric<TILES>(codes, scale, row, a.factor + (i64)head * TILES * BLOCKS * 32, a.corner + (i64)head * BLOCKS * 64, a.weight + head * DIM, lane);
+    } else {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const float2 b = *(const float2*)(row_bias[h] + 8 * j);
-        x[j][2 * h] -= b.x; x[j][2 * h + 1] -= b.y;
+        u32 w[TILES / 2];
+        row[h].round(w);
+        scale[h] = fmaxf(quad_sum(row[h].dot) * row[h].peak / (127.f * quad_sum(row[h].den)), 0.f);
+#pragma unroll
+        for (int j = 0; j < TILES / 2; j++) {
+          codes[j] = h ? __byte_perm(codes[j], w[j], 0x5410) : w[j];
+          codes[j + TILES / 2] = h ? __byte_perm(codes[j + TILES / 2], w[j], 0x7610) : w[j] >> 16;
+        }
       }
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int t = t0 + g + 8 * h;
-      float peak = 1e-8f;
-#pragma unroll
-      for (int j = 0; j < TILES; j++) peak = fmaxf(peak, fmaxf(fabsf(x[j][2 * h]), fabsf(x[j][2 * h + 1])));
-      peak = fmaxf(peak, __shfl_xor_sync(FULL, peak, 1)); peak = fmaxf(peak, __shfl_xor_sync(FULL, peak, 2));
-      const float inverse = 7.5f / (peak * best_clip<TILES>(x, h, peak));
-      float dot = 0.f, den = 0.f;
-      u32 code[TILES];  // two codes, in bits 0-3 and 8-11
-#pragma unroll
-      for (int j = 0; j < TILES; j++) {
-        const float c0 = fminf(fmaxf(fmaf(x[j][2 * h], inverse, 7.5f), 0.f), 15.f) + 8388608.f;
-        const float c1 = fminf(fmaxf(fmaf(x[j][2 * h + 1], inverse, 7.5f), 0.f), 15.f) + 8388608.f;
-        code[j] = __byte_perm(__float_as_uint(c0), __float_as_uint(c1), 0x3340) & 0x0F0Fu;
-        const float e0 = (c0 - 8388608.f) - 7.5f, e1 = (c1 - 8388608.f) - 7.5f;
-        dot = fmaf(x[j][2 * h], e0, fmaf(x[j][2 * h + 1], e1, dot)); den = fmaf(e0, e0, fmaf(e1, e1, den));
-      }
-      dot = quad_sum(dot); den = quad_sum(den);
       const i64 slot = t < a.tokens ? a.slots[t] : -1;
       if (slot < 0) continue;
       u8* page = a.cache + slot / PS * a.page_stride + head * a.head_stride;
       u16* out = (u16*)(page + code_offset + slot % PS * (DIM / 2)) + q4;
 #pragma unroll
-      for (int j = 0; j < TILES / 2; j++) out[4 * j] = (u16)(code[j] | code[j + TILES / 2] << 4);
-      if (q4 == 0) *(u16*)(page + scale_offset + slot % PS * 2) = (u16)pack_half(fmaxf(dot / den, 0.f), 0.f);
+      for (int j = 0; j < TILES / 2; j++) out[4 * j] = (u16)((codes[j] | codes[j + TILES / 2] << 4) >> (16 * h));
+      if (q4 == 0) *(u16*)(page + scale_offset + slot % PS * 2) = (u16)pack_half(scale[h], 0.f);
     }
   }
 }
@@ -123,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(256, D <= 128 && DV <= 128 ? 2 : 1)
   const u32 matrix = smem_addr(smem);
   const int head = blockIdx.y % a.kv_heads;
   if (blockIdx.y < a.kv_heads)
-    store_rows<D>(a, a.key, a.key_stride, a.wk + (i64)head * (D / 8) * ((D + 31) / 32) * 32, a.key_bias, head, 0, PS * (D / 2 + DV / 2), matrix);
+    store_rows<D, METRIC_KEYS>(a, a.key, a.key_stride, a.wk + (i64)head * (D / 8) * ((D + 31) / 32) * 32, a.key_bias, head, 0, PS * (D / 2 + DV / 2), matrix);
   else
-    store_rows<DV>(a, a.value, a.value_stride, a.wv, a.value_bias, head, PS * (D / 2), PS * (D / 2 + DV / 2 + 2), matrix);
+    store_rows<DV, false>(a, a.value, a.value_stride, a.wv, a.value_bias, head, PS * (D / 2), PS * (D / 2 + DV / 2 + 2), matrix);
 }

@@ -26,7 +26,9 @@ _Args = structure(
         ("wv", c_void_p),
         ("key_bias", c_void_p),
         ("value_bias", c_void_p),
-        ("feedback", c_void_p),
+        ("factor", c_void_p),
+        ("corner", c_void_p),
+        ("weight", c_void_p),
         ("tokens", c_int),
         ("kv_heads", c_int),
     ],
@@ -60,7 +62,7 @@ def store(
         "DV": layout.head_size_v,
         "PS": layout.block_size,
         "SINK": int(params.sink),
-        "FEEDBACK": 0,
+        "METRIC_KEYS": int(params.metric_keys),
         "ACT_BF16": int(params.dtype == torch.bfloat16),
     }
     shared = max(d // 8 * chunks(d) * 512 for d in (layout.head_size, layout.head_size_v))
@@ -83,7 +85,7 @@ def store(
         pointer(params.wv),
         pointer(params.key_bias),
         pointer(params.value_bias),
-        0,
+        *map(pointer, (params.factor, params.corner, params.weight)),
         tokens,
         layout.num_kv_heads,
     )
