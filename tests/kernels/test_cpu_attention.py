@@ -203,8 +203,8 @@ def test_codes_are_the_codecs() -> None:
         page, slot = b.slots // block, b.slots % block
         for got, expected in zip(codec.page_views(b.cache, b.layout), codec.page_views(want, b.layout), strict=True):
             same = got[page, :, slot] == expected[page, :, slot]
-            assert same.float().mean() > 0.999  # values within float32 rounding of the middle between two codes may
-            differ
+            # values within float32 rounding of the middle between two codes may differ
+            assert same.float().mean() > 0.999
 
 
 def test_raw_chunks_attend_to_themselves_unquantised() -> None:

@@ -64,8 +64,8 @@ class Statistics:
     def params(self, *, feedback: bool = True) -> LayerParams:
         """Centre, balance, rotate, sink centre and error feedback (see ``LayerParams``).
 
-        Balance: key channel c is scaled by w_c = (E[q_c^2] / Var[k_c])^(1/4) and the query by 1/w_c, which makes the error
-        of a score smallest when all channels are rounded with one scale.
+        Balance: key channel c is scaled by w_c = (E[q_c^2] / Var[k_c])^(1/4) and the query by 1/w_c, which makes the
+        error of a score smallest when all channels are rounded with one scale.
         """
         if self.tokens < 2 or self.sequences < 1:
             raise ValueError("statistics of at least two tokens are needed")

@@ -106,7 +106,7 @@ class FourfoldBuilder(AttentionMetadataBuilder[FourfoldMetadata]):
         layout = spec_layout(kv_cache_spec)
         if kv_cache_spec.page_size_bytes != layout.page_bytes:
             raise FourfoldError(
-                f"vLLM allots pages of {kv_cache_spec.page_size_bytes} bytes, not the {layout.page_bytes} of 4-bit pages",
+                f"vLLM allots pages of {kv_cache_spec.page_size_bytes} bytes where {layout.page_bytes} are needed",
                 why="the seam through which Fourfold asks for its page did not take effect",
                 fix="run `fourfold doctor`; report the vLLM version",
             )

@@ -34,8 +34,9 @@ def calibrate_model(model: str, settings: Settings, text: Path | None = None, **
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
 
-    arguments: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20, "max_model_len": 1024,
-    **engine} config = EngineArgs(model=model, **arguments).create_engine_config()
+    small = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20, "max_model_len": 1024}
+    arguments: dict[str, Any] = {**small, **engine}
+    config = EngineArgs(model=model, **arguments).create_engine_config()
     path = calibration_path(
         config.model_config, config.load_config, settings, 0, config.parallel_config.tensor_parallel_size
     )

@@ -107,7 +107,8 @@ class CpuLayer:
         call.slots = slots.data_ptr() if slots is not None else None
         call.key = call.value = None
         if key is not None and value is not None:
-            _dense(key, "key"), _dense(value, "value")
+            _dense(key, "key")
+            _dense(value, "value")
             call.dtype = DTYPES[key.dtype]
             call.key, call.key_stride = key.data_ptr(), key.stride(0)
             call.value, call.value_stride = value.data_ptr(), value.stride(0)
@@ -151,7 +152,8 @@ class CpuLayer:
             query_start: [S + 1] int32; seq_lens: [S] int32, new tokens included; block_table: [S, N] int32;
             slots: [T] int64, negative slots are not stored; None stores nothing.
         """
-        _dense(query, "query"), _dense(output, "output")
+        _dense(query, "query")
+        _dense(output, "output")
         call = self._prepare(cache, query_start, seq_lens, slots, key, value, query.shape[0])
         call.dtype = DTYPES[query.dtype]
         call.query, call.query_stride = query.data_ptr(), query.stride(0)
