@@ -42,7 +42,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        max_position_embeddings=512,
+        max_position_embeddings=4096,
         bos_token_id=0,
         eos_token_id=1,
         dtype="float32",

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fourfold.cli.common import EXIT_FAILURE, emit_json, err, reports_errors
+from fourfold.cli.common import EXIT_FAILURE, emit_json, err, reports_errors, working
 from fourfold.errors import FourfoldError
 
 
@@ -53,7 +53,7 @@ def bench(
     engine = describe(url)  # first of all: without a server nothing else is worth the wait
     model = engine["model"]
     words = load_tokenizer(tokenizer or model)
-    with err.status("reading the data set …"):
+    with working("reading the data set …"):
         requests = select(
             load(dataset, dataset_path),  # type: ignore[arg-type]
             num_prompts,
@@ -73,7 +73,7 @@ def bench(
         max_concurrency=max_concurrency,
         max_degenerate=max_degenerate,
     )
-    with err.status(f"sending {num_prompts} requests …") as status:
+    with working(f"sending {num_prompts} requests …") as status:
 
         def show(seconds: float, running: float, waiting: float) -> None:
             status.update(f"{seconds:.0f} s · {running:.0f} running · {waiting:.0f} waiting")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.common import emit_json, err, make_settings, reports_errors, stdout_to_stderr
+from fourfold.cli.common import emit_json, make_settings, reports_errors, stdout_to_stderr, working
 from fourfold.errors import FourfoldError
 
 
@@ -35,7 +35,7 @@ def calibrate(
             fix="install vLLM beside fourfold; fourfold doctor says which",
         ) from error
     start = time.monotonic()
-    with err.status("calibrating inside the engine …"), stdout_to_stderr():
+    with working("calibrating inside the engine …"), stdout_to_stderr():
         path = calibrate_model(model, settings, text, dtype=dtype)
     result = {
         "model": model,

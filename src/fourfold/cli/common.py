@@ -14,6 +14,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
+from rich.status import Status
 
 from fourfold.config import Settings
 from fourfold.errors import FourfoldError
@@ -53,6 +54,33 @@ def parse_bytes(text: str) -> int:
 def emit_json(value: Any) -> None:
     """Print one JSON document to stdout and nothing else."""
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+class Working:
+    """What long work says about itself: a line that changes on a terminal, one line a phase elsewhere."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def phase(self, text: str) -> None:
+        """A new phase has begun; also written where there is no terminal."""
+        if err.is_terminal:
+            self._status.update(text)
+        else:
+            err.print(text, markup=False)
+
+    def update(self, text: str) -> None:
+        """The phase goes on; shown on a terminal only."""
+        self._status.update(text)
+
+
+@contextmanager
+def working(text: str) -> Iterator[Working]:
+    """Show that something is going on, from ``text`` on."""
+    with err.status(text) as status:
+        shown = Working(status)
+        shown.phase(text)
+        yield shown
 
 
 @contextmanager

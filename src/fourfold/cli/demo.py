@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fourfold.cli.common import EXIT_FAILURE, emit_json, err, make_settings, parse_bytes, reports_errors
+from fourfold.cli.common import EXIT_FAILURE, emit_json, err, make_settings, parse_bytes, reports_errors, working
 from fourfold.config import Settings
 from fourfold.errors import FourfoldError
 from fourfold.modes import MODES, KvMode, environment
@@ -55,7 +55,7 @@ def demo(
     where = machine()
     dtype = dtype or showcase.pick_dtype(where["simd"], bool(where["gpus"]))
     if model is None:
-        with err.status("building the default model …"):
+        with working("building the default model …"):
             model = str(default_model(settings.cache_dir))
     metrics = _measure(model, settings, plan, budget, block_size, dtype, request_rate, num_prompts, dataset_path, text)
     metrics["environment"] = where
@@ -99,7 +99,7 @@ def _measure(
     from fourfold.cli.eval import measure
 
     words = load_tokenizer(model)
-    with err.status("reading ShareGPT …"):
+    with working("reading ShareGPT …"):
         prompts = load("sharegpt", dataset_path)
         count = num_prompts or plan.max_requests
         requests = select(
@@ -119,7 +119,6 @@ def _measure(
         results[name], rate, requests = _serve_and_load(
             MODES[name], model, settings, plan, budget, block_size, dtype, rate, requests, mean, num_prompts
         )
-    err.print("measuring perplexity and KL divergence")
     quality = measure(
         model,
         [MODES[name] for name in MODE_NAMES],
@@ -158,8 +157,10 @@ def _serve_and_load(
     port = free_port()
     command = server_command(model, showcase.server_flags(mode, budget, dtype, port, block_size), sys.executable)
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="fourfold-demo-") as folder, err.status("") as status:
-        status.update(f"{mode.name}: starting vLLM …")
+    with (
+        tempfile.TemporaryDirectory(prefix="fourfold-demo-") as folder,
+        working(f"{mode.name}: starting vLLM …") as status,
+    ):
         environ = environment(mode, settings)
         with running_server(
             command,
@@ -169,7 +170,7 @@ def _serve_and_load(
             waiting=lambda seconds: status.update(f"{mode.name}: starting vLLM … {seconds:.0f} s"),
         ) as url:
             started = time.monotonic() - begin
-            status.update(f"{mode.name}: warming up …")
+            status.phase(f"{mode.name}: warming up …")
             probe = showcase.probe_throughput(url, requests[:8])
             if rate is None:
                 rate = plan.overload * probe / mean_output
@@ -177,6 +178,7 @@ def _serve_and_load(
                 requests = requests[: max(8, min(len(requests), round(rate * plan.seconds)))]
             load = LoadSettings(request_rate=rate, seed=1, ignore_eos=True, temperature=0.7, max_degenerate=1.0)
             title = f"{mode.name}: {len(requests)} requests at {rate:.2f}/s"
+            status.phase(title)
 
             def show(seconds: float, running: float, waiting: float) -> None:
                 status.update(f"{title} · {seconds:.0f} s · {running:.0f} running · {waiting:.0f} waiting")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fourfold.cli.common import emit_json, err, make_settings, parse_bytes, reports_errors
+from fourfold.cli.common import emit_json, make_settings, parse_bytes, reports_errors, working
 from fourfold.config import Settings
 from fourfold.modes import KvMode, environment, parse_modes
 
@@ -66,7 +66,7 @@ def measure(
         )
         for mode in modes
     }
-    with err.status("starting the engine …") as status:
+    with working("perplexity: starting the engine …") as status:
 
         def show(mode: str, done: int, total: int) -> None:
             status.update(f"{mode}: window {done} of {total}")
@@ -188,15 +188,15 @@ def gsm8k(
     questions = read_questions(data)[:limit]
     memory = parse_bytes(kv_cache_memory_bytes)
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="fourfold-gsm8k-") as folder, err.status("") as status:
+    with tempfile.TemporaryDirectory(prefix="fourfold-gsm8k-") as folder, working("GSM8K") as status:
         for mode in modes:
             port = free_port()
             flags = ["--port", str(port), "--dtype", dtype, "--kv-cache-memory-bytes", str(memory), *mode.flags]
             flags += ["--max-model-len", "2048", "--served-model-name", "model"]
-            status.update(f"{mode.name}: starting the server …")
+            status.phase(f"{mode.name}: starting the server …")
             log = Path(folder) / f"{mode.name}.log"
             with running_server(server_command(model, flags), environment(mode, settings), log, port=port) as url:
-                status.update(f"{mode.name}: {len(questions)} questions …")
+                status.phase(f"{mode.name}: {len(questions)} questions …")
                 results[mode.name] = run(url, "model", model, questions, concurrency=concurrency)
     differences = compare(results) if "bf16" in results else {}
     for row in results.values():
