@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from fourfold.errors import FourfoldError
+from fourfold.evals.perplexity import engine_arguments
 from fourfold.evals.windows import cut_windows, default_text, read_text
 
 
@@ -46,3 +47,10 @@ def test_unreadable_texts(tmp_path: Path) -> None:
     for path in (tmp_path / "bytes", tmp_path / "absent"):
         with pytest.raises(FourfoldError, match="cannot be read"):
             read_text(path)
+
+
+def test_chunks_that_leave_one_prediction_are_refused() -> None:
+    with pytest.raises(FourfoldError, match="one prediction"):
+        engine_arguments(130, chunk_tokens=64)
+    assert engine_arguments(128, chunk_tokens=64)["max_num_batched_tokens"] == 64
+    assert engine_arguments(512)["max_num_batched_tokens"] >= 512

@@ -41,7 +41,16 @@ def engine_arguments(
         chunk_tokens: process windows in chunks of this many tokens instead of whole.
         kv_bytes: memory of the KV cache; the engine needs room for one window only.
         extra: more arguments, which win.
+
+    Raises:
+        FourfoldError: the last chunk of a window would hold a single prediction, which the capture of logits cannot
+            tell from the row that vLLM samples from.
     """
+    if chunk_tokens and (window_tokens - 1) % chunk_tokens == 1:
+        raise FourfoldError(
+            f"windows of {window_tokens} tokens leave one prediction over in chunks of {chunk_tokens}",
+            fix="change --chunk-tokens or --window-tokens by one or more",
+        )
     arguments: dict[str, Any] = {
         "dtype": dtype,
         "kv_cache_dtype": cache_dtype,
