@@ -25,7 +25,7 @@ class Ranker(ABC):
 
     @abstractmethod
     def score(self, prompts: Sequence[str]) -> F64:
-        """float64 [len(prompts)], finite; deterministic for one prompt, whatever stands beside it."""
+        """float64 [len(prompts)], finite; one prompt always gets the same score (a transformer: up to rounding)."""
 
     def predict_tokens(self, prompts: Sequence[str]) -> F64:
         """Expected answer length in tokens, float64 [len(prompts)]."""
