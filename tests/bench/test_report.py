@@ -143,3 +143,10 @@ def test_a_note_says_what_float32_changed() -> None:
     value = showcase.assemble(results, QUALITY, 48 << 20, "float32", "m", 1.5, Path("a/b.txt"))
     assert "96 MiB" in value["notes"][0]
     assert "b.txt" in value["quality"]["text"]
+
+
+def test_slow_machines_still_fill_the_cache_and_fast_ones_end() -> None:
+    plan = showcase.Plan()
+    assert plan.requests(0.01) == plan.min_requests
+    assert plan.requests(1.0) == 45
+    assert plan.requests(1e6) == plan.max_requests

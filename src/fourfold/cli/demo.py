@@ -28,7 +28,7 @@ def demo(
         str | None, typer.Option("--model", help="directory or name [SmolLM2-135M-Instruct from PyPI]")
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="folder for index.html and metrics.json")] = Path("report"),
-    memory: Annotated[str, typer.Option("--memory", help="KV memory of each server")] = "48M",
+    memory: Annotated[str, typer.Option("--memory", help="KV memory of each server")] = "32M",
     block_size: Annotated[int, typer.Option("--block-size", help="tokens a block")] = 32,
     dtype: Annotated[str, typer.Option("--dtype", help="[the model's, or float32 on a CPU without bfloat16]")] = "",
     request_rate: Annotated[
@@ -175,7 +175,7 @@ def _serve_and_load(
             if rate is None:
                 rate = plan.overload * probe / mean_output
             if num_prompts is None:  # decided once, by the first server
-                requests = requests[: max(8, min(len(requests), round(rate * plan.seconds)))]
+                requests = requests[: plan.requests(rate)]
             load = LoadSettings(request_rate=rate, seed=1, ignore_eos=True, temperature=0.7, max_degenerate=1.0)
             title = f"{mode.name}: {len(requests)} requests at {rate:.2f}/s"
             status.phase(title)
