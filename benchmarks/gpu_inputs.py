@@ -64,7 +64,9 @@ class Pages:
         ).bfloat16()
 
 
-def sequence_rows(pages: Pages, shape: Shape, table: torch.Tensor, params: LayerParams, length: int) -> list[torch.Tensor]:
+def sequence_rows(
+    pages: Pages, shape: Shape, table: torch.Tensor, params: LayerParams, length: int
+) -> list[torch.Tensor]:
     """Transformed keys and values [length, HK, D] float64 of one sequence, sink centre included."""
     k, v, ks, vs = page_views(pages.cache, shape.layout)
     pages_used = table[: -(-length // shape.block_size)].long()

@@ -118,7 +118,7 @@ class Kernel:
         _checked((*status, None), f"launch of {self.name} with grid {grid}, {shared} bytes shared")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _load(name: str, defines: tuple[tuple[str, int], ...], device: int, shared: int, dependent: bool) -> Kernel:
     driver, _ = _bindings()
     capability = torch.cuda.get_device_capability(device)

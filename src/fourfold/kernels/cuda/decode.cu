@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
       release_successor();
       const int r = row0 + g;
       u32 x[CK][8];
-      load_rows<CK, D>(x, r < ql * GROUP ? a.raw + (q0 + r / GROUP) * a.raw_stride + (hk * GROUP + r % GROUP) * D : nullptr, nullptr, q4);
+      load_rows<CK, D>(x, r < ql * GROUP ? a.raw + (q0 + r / GROUP) * a.raw_stride + (hk * GROUP + r % GROUP) * D : nullptr, nullptr, q4, 0);
       float2* sums = (float2*)(smem + 8 * Q_PITCH * 2);
       float sum = 0.f, sunk = 0.f;
 #pragma unroll

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from ctypes import c_float, c_int, c_longlong, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,8 +53,12 @@ _MergeArgs = structure(
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How decode.cu is cut: ``row_tiles`` blocks of 8 query rows, ``tokens`` 16-token tiles a warp at once, ``stages`` of
-    its copy ring, ``blocks`` resident on a multiprocessor; ``fused``: decode.cu transforms the queries itself."""
+    """How decode.cu is cut.
+
+    Attributes:
+        row_tiles: blocks of 8 query rows; tokens: 16-token tiles a warp takes at once; stages: of its copy ring.
+        blocks: resident on a multiprocessor; fused: decode.cu transforms the queries itself.
+    """
 
     row_tiles: int
     tokens: int
@@ -79,12 +83,13 @@ def choose_tiling(layout: PageLayout, rows: int, shared_limit: int) -> Tiling:
     most = 4 if wide <= 128 else 2
     row_tiles = next(n for n in (1, 2, 4) if 8 * n >= rows or n == most)
     blocks = {1: 4, 2: 3, 4: 2}[row_tiles] if wide <= 128 else {1: 3, 2: 2}[row_tiles]
-    tokens = 2 if row_tiles == 1 and wide <= 128 else 1
-    tiling = Tiling(row_tiles, tokens, 2, blocks)
+    fused = row_tiles == 1 and wide <= 128
+    tokens = 2 if fused else 1
+    tiling = Tiling(row_tiles, tokens, 2, blocks, fused)
     while tiling.blocks > 1 and tiling.blocks * (tiling.shared(layout) + 1024) > shared_limit:
-        tiling = Tiling(row_tiles, tokens, 2, tiling.blocks - 1)
-    for stages in range(3, 7):
-        deeper = Tiling(row_tiles, tokens, stages, tiling.blocks)
+        tiling = replace(tiling, blocks=tiling.blocks - 1)
+    for stages in range(3, 5 if fused else 7):
+        deeper = replace(tiling, stages=stages)
         if deeper.blocks * (deeper.shared(layout) + 1024) <= shared_limit:
             tiling = deeper
     return tiling
@@ -246,7 +251,8 @@ class Decode:
             shared,
             _DecodeArgs(
                 pointer(cache), cache.stride(0), cache.stride(1), pointer(block_table), block_table.stride(0),
-                *planned, pointer(query), query.stride(0), pointer(params.wq), sink, factor, sink_factor, q, aux, po, pm, batch, heads, plan.row_blocks, rows, slots, self.window,
+                *planned, pointer(query), query.stride(0), pointer(params.wq), sink, factor, sink_factor,
+                q, aux, po, pm, batch, heads, plan.row_blocks, rows, slots, self.window,
                 2.0**24 / QUERY_GAIN / cap, cap,
             ),
             stream,

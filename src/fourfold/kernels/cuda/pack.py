@@ -62,7 +62,7 @@ class PackedParams:
     Attributes:
         dtype: float16 or bfloat16, of activations and matrices.
         wq, wk: packed per KV head; wv, wo: packed once for all heads.
-        key_bias, value_bias: [2, HK, D or Dv] float32: what is added to k Wk and v R at any position, and at position 0.
+        key_bias, value_bias: [2, HK, D or Dv] float32: added to k Wk and v R at any position, and at position 0.
         value_centre: [HK, Dv] float32.
         sink_key: [HK, 32 chunks] float32 in the query operand's order; sink_value: [HK, Dv] float32.
         sink: whether position 0 has its own centre.

@@ -6,8 +6,10 @@
 #pragma once
 #include "mma.h"
 
-// A operand of 16 rows from global memory; a row pointer may be null (then zeros)
-template <int CHUNKS, int WIDTH> DEV void load_rows(u32 (&r)[CHUNKS][8], const u16* row0, const u16* row1, int q4) {
+// A operand of 16 rows from global memory; a row pointer may be null (then zeros).  `zero` is 0, but the compiler must not
+// know: the unit wants registers of the two rows interleaved, a 16-byte load gives one row's, and a plain copy is put
+// before every product instead of here.
+template <int CHUNKS, int WIDTH> DEV void load_rows(u32 (&r)[CHUNKS][8], const u16* row0, const u16* row1, int q4, u32 zero) {
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
@@ -15,7 +17,7 @@ template <int CHUNKS, int WIDTH> DEV void load_rows(u32 (&r)[CHUNKS][8], const u
       const u16* row = half ? row1 : row0;
       uint4 v = make_uint4(0, 0, 0, 0);
       if (row && (WIDTH % 32 == 0 || 32 * c + 8 * q4 < WIDTH)) v = __ldg((const uint4*)(row + 32 * c + 8 * q4));
-      r[c][half] = v.x; r[c][2 + half] = v.y; r[c][4 + half] = v.z; r[c][6 + half] = v.w;
+      r[c][half] = v.x ^ zero; r[c][2 + half] = v.y ^ zero; r[c][4 + half] = v.z ^ zero; r[c][6 + half] = v.w ^ zero;
     }
 }
 // 16 rows times tile j of the matrix in shared memory

@@ -1,6 +1,7 @@
 // Quantise and store: k' = k Wk + bias and v' = v R + bias, scale search, 4-bit codes, into the pages; one launch.
 //
-// Compile-time: D, DV, PS (block size), SINK (position 0 has its own bias), METRIC_KEYS (round keys in the metric of the queries), ACT_BF16.
+// Compile-time: D, DV, PS (block size), SINK (position 0 has its own bias), METRIC_KEYS (round keys in the metric of the queries),
+// TABLES_SHARED (its factor fits in shared memory), ACT_BF16.
 // grid.y: KV heads of keys, then of values.  A warp takes 16 tokens; lane (g, q) holds elements 8 j + 2 q, + 1 of rows
 // g and g + 8, so that elements e and e + D/2 of a byte meet in one lane.
 // Rows are scaled to [-1, 1] in fp16.  Two fused multiply-adds (one saturating) leave a code in the low byte of each half;
@@ -25,6 +26,8 @@ DEV float quad_sum(float v) { v += __shfl_xor_sync(FULL, v, 1); return v + __shf
 
 // a constant that stays in a register: a half2 instruction takes one immediate only
 template <u32 V> DEV u32 constant() { u32 r; asm volatile("mov.b32 %0, %1;" : "=r"(r) : "n"(V)); return r; }
+
+DEV float kept(float v) { asm volatile("" : "+f"(v)); return v; }
 
 // codes of two pairs of elements in [-1, 1], one a byte: saturate((code + 1/2) / 15), then 1024 + code
 DEV u32 four_codes(u32 y0, u32 y1, u32 gain, u32 half, u32 fifteen, u32 magic) {
@@ -82,28 +85,23 @@ template <int TILES> struct Row {
   }
 };
 
-// loads that stay where they are written: hoisted, they would fill the registers
-DEV uint2 load_here(const uint2* p) {
-  uint2 v;
-  asm volatile("ld.global.nc.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
-}
-DEV float4 load_here(const float4* p) {
-  float4 v;
-  asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
-  return v;
-}
+DEV float2 lds_float2(u32 a) { float2 v; asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(a)); return v; }
+DEV float4 lds_float4(u32 a) { float4 v; asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(a)); return v; }
+
+// Tables of the sequential rounding in shared memory, bytes: the factor (if it fits), corners, weights
+template <int TILES> struct Tables {
+  static constexpr int FACTOR = TABLES_SHARED ? TILES * TILES / 2 * 256 : 0, CORNER = TILES / 2 * 1024, WEIGHT = TILES * 32;
+};
 
 // Sequential rounding of 16 rows in the metric of the queries (codec.py): from the last element to the first, the error e
 // (in steps) of each element is carried into the elements before it, f_i = sum_{k > i} U_ik e_k with U unit upper
 // triangular.  Sums over later blocks of 16 run on the matrix unit; inside a block the four lanes of a row take turns.
 // With a = U x and c = a - (e + f), in steps, the fitted scale is <a, c> / <c, c>, weighted by the squared diagonal.
-template <int TILES> DEV void round_in_metric(u32 (&codes)[TILES], float (&fitted)[2], const Row<TILES> (&row)[2], const uint2* factor,
-                                              const float4* corner, const float* weight, int lane) {
-  // one base register each and constant offsets; left alone, the compiler keeps hundreds of addresses
-  factor += lane; corner += lane & 3; weight += 2 * (lane & 3);
-  asm volatile("" : "+l"(factor), "+l"(corner), "+l"(weight));
+template <int TILES> DEV void round_in_metric(u32 (&codes)[TILES], float (&fitted)[2], const Row<TILES> (&row)[2], const uint2* factor, u32 tables, int lane) {
+  const u32 corner = tables + Tables<TILES>::FACTOR + 16 * (lane & 3), weight = tables + Tables<TILES>::FACTOR + Tables<TILES>::CORNER + 8 * (lane & 3);
+  tables += 8 * lane; factor += lane;
   const float step[2] = {__fdividef(7.5f, row[0].clip), __fdividef(7.5f, row[1].clip)};  // 1 / step of the scaled row
+  const float fifteenth = kept(1.f / 15.f), fifteen = kept(15.f), magic = kept(8388608.f);
   float dot[2] = {0.f, 0.f}, den[2] = {0.f, 0.f};
   u32 e[TILES / 2][4];
 #pragma unroll
@@ -114,7 +112,11 @@ template <int TILES> DEV void round_in_metric(u32 (&codes)[TILES], float (&fitte
       a[i][0] = a[i][1] = a[i][2] = a[i][3] = f[i][0] = f[i][1] = f[i][2] = f[i][3] = 0.f;
       uint2 w[TILES / 2];
 #pragma unroll
-      for (int k = b; k < TILES / 2; k++) w[k] = load_here(factor + ((2 * b + i) * (TILES / 2) + k) * 32);
+      for (int k = b; k < TILES / 2; k++) {
+        const int at = ((2 * b + i) * (TILES / 2) + k) * 32;
+        if (TABLES_SHARED) asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(w[k].x), "=r"(w[k].y) : "r"(tables + 8 * at));
+        else w[k] = __ldg(factor + at);
+      }
 #pragma unroll
       for (int k = b; k < TILES / 2; k++) {
         mma_f16(a[i], row[0].y[2 * k], row[1].y[2 * k], row[0].y[2 * k + 1], row[1].y[2 * k + 1], w[k].x, w[k].y, a[i]);
@@ -123,15 +125,22 @@ template <int TILES> DEV void round_in_metric(u32 (&codes)[TILES], float (&fitte
 #pragma unroll
       for (int h = 0; h < 2; h++) { x[i][2 * h] = half_lo(row[h].y[2 * b + i]) * step[h]; x[i][2 * h + 1] = half_hi(row[h].y[2 * b + i]) * step[h]; }
     }
+    float middle[2][4], shifted[2][4];  // x / 15 + 1/2 and x + 7.5
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int v = 0; v < 4; v++) { middle[i][v] = fmaf(x[i][v], fifteenth, 0.5f); shifted[i][v] = x[i][v] + 7.5f; }
+    float4 next = lds_float4(corner + (b * 16 + 15) * 64);
 #pragma unroll
     for (int k = 15; k >= 0; k--) {
       const int i = k >> 3, owner = (k & 7) >> 1, v = k & 1;
-      const float4 u = load_here(corner + (b * 16 + k) * 4);
+      const float4 u = next;
+      if (k) next = lds_float4(corner + (b * 16 + k - 1) * 64);
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         // every lane rounds its own element v; the value is final once its turn has come, and stays the same after
-        const float t = fmaf(__saturatef(fmaf(x[i][2 * h + v] + f[i][2 * h + v], 1.f / 15.f, 0.5f)), 15.f, 8388608.f) - 8388608.f;
-        last[i][2 * h + v] = x[i][2 * h + v] + 7.5f - t;
+        const float t = fmaf(__saturatef(fmaf(f[i][2 * h + v], fifteenth, middle[i][2 * h + v])), fifteen, magic) - magic;
+        last[i][2 * h + v] = shifted[i][2 * h + v] - t;
         const float error = __shfl_sync(FULL, last[i][2 * h + v], (lane & ~3) | owner);
         f[0][2 * h] = fmaf(error, u.x, f[0][2 * h]); f[0][2 * h + 1] = fmaf(error, u.y, f[0][2 * h + 1]);
         f[1][2 * h] = fmaf(error, u.z, f[1][2 * h]); f[1][2 * h + 1] = fmaf(error, u.w, f[1][2 * h + 1]);
@@ -139,15 +148,14 @@ template <int TILES> DEV void round_in_metric(u32 (&codes)[TILES], float (&fitte
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const uint2 bits = load_here((const uint2*)(weight + 8 * (2 * b + i)));
-      const float2 w = make_float2(__uint_as_float(bits.x), __uint_as_float(bits.y));
+      const float2 w = lds_float2(weight + 32 * (2 * b + i));
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         e[b][2 * i + h] = pack_half(last[i][2 * h], last[i][2 * h + 1]);
         const float a0 = a[i][2 * h] * step[h], a1 = a[i][2 * h + 1] * step[h];
         const float c0 = a0 - last[i][2 * h] - f[i][2 * h], c1 = a1 - last[i][2 * h + 1] - f[i][2 * h + 1];
         dot[h] += w.x * a0 * c0 + w.y * a1 * c1; den[h] += w.x * c0 * c0 + w.y * c1 * c1;
-        const float z0 = x[i][2 * h] - last[i][2 * h] + (7.5f + 8388608.f), z1 = x[i][2 * h + 1] - last[i][2 * h + 1] + (7.5f + 8388608.f);
+        const float z0 = (shifted[i][2 * h] - last[i][2 * h]) + magic, z1 = (shifted[i][2 * h + 1] - last[i][2 * h + 1]) + magic;
         const u32 pair = __byte_perm(__float_as_uint(z0), __float_as_uint(z1), 0x3340) & 0x0F0Fu;
         codes[2 * b + i] = h ? codes[2 * b + i] | pair << 16 : pair;
       }
@@ -162,6 +170,13 @@ template <int DIM, bool METRIC> DEV void store_rows(const Args& a, const u16* sr
   constexpr int CHUNKS = (DIM + 31) / 32, TILES = DIM / 8;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q4 = lane & 3;
   load_matrix<TILES * CHUNKS * 512, 256>(matrix, matrix_src);
+  const u32 tables = matrix + TILES * CHUNKS * 512;
+  if constexpr (METRIC) {
+    using Bytes = Tables<TILES>;
+    if (TABLES_SHARED) load_matrix<Bytes::FACTOR, 256>(tables, a.factor + (i64)head * TILES * TILES / 2 * 32);
+    load_matrix<Bytes::CORNER, 256>(tables + Bytes::FACTOR, a.corner + (i64)head * TILES / 2 * 64);
+    load_matrix<Bytes::WEIGHT, 256>(tables + Bytes::FACTOR + Bytes::CORNER, a.weight + head * DIM);
+  }
   wait_predecessor();
   release_successor();
   bool loaded = false;
@@ -169,7 +184,7 @@ template <int DIM, bool METRIC> DEV void store_rows(const Args& a, const u16* sr
     const int t0 = block + warp * 16;
     u32 rows[CHUNKS][8];
     const int ta = t0 + g, tb = t0 + g + 8;
-    load_rows<CHUNKS, DIM>(rows, ta < a.tokens ? src + ta * stride + head * DIM : nullptr, tb < a.tokens ? src + tb * stride + head * DIM : nullptr, q4);
+    load_rows<CHUNKS, DIM>(rows, ta < a.tokens ? src + ta * stride + head * DIM : nullptr, tb < a.tokens ? src + tb * stride + head * DIM : nullptr, q4, (u32)a.tokens >> 31);
     if (!loaded) { copy_wait<0>(); __syncthreads(); loaded = true; }
     if (t0 >= a.tokens) continue;
     float x[TILES][4];
@@ -193,7 +208,7 @@ template <int DIM, bool METRIC> DEV void store_rows(const Args& a, const u16* sr
     for (int h = 0; h < 2; h++) { row[h].scale(x, h); row[h].search(); }
     if constexpr (METRIC) {
       constexpr int BLOCKS = TILES / 2;
-      round_in_metric<TILES>(codes, scale, row, a.factor + (i64)head * TILES * BLOCKS * 32, a.corner + (i64)head * BLOCKS * 64, a.weight + head * DIM, lane);
+      round_in_metric<TILES>(codes, scale, row, a.factor + (i64)head * TILES * BLOCKS * 32, tables, lane);
     } else {
 #pragma unroll
       for (int h = 0; h < 2; h++) {

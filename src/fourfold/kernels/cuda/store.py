@@ -63,9 +63,14 @@ def store(
         "PS": layout.block_size,
         "SINK": int(params.sink),
         "METRIC_KEYS": int(params.metric_keys),
+        "TABLES_SHARED": 0,
         "ACT_BF16": int(params.dtype == torch.bfloat16),
     }
-    shared = max(d // 8 * chunks(d) * 512 for d in (layout.head_size, layout.head_size_v))
+    d, dv = layout.head_size, layout.head_size_v
+    shared = max(n // 8 * chunks(n) * 512 for n in (d, dv))
+    if params.metric_keys:
+        defines["TABLES_SHARED"] = int(d <= 128)
+        shared = max(shared, d // 8 * chunks(d) * 512 + (d * d * 2 if d <= 128 else 0) + d * 64 + d * 4)
     kernel = load("store", defines, device, shared)
     blocks = -(-tokens // _BLOCK_TOKENS)
     per_head = torch.cuda.get_device_properties(device).multi_processor_count * 2 // (2 * layout.num_kv_heads)
