@@ -88,6 +88,9 @@ class SyntheticRanker(Ranker):
     def __init__(self, outputs: Sequence[int], *, tau: float, seed: int = 0) -> None:
         truth = np.log(np.asarray(outputs, dtype=np.float64))
         noise = np.random.default_rng(seed).normal(size=truth.size)
+        # what the noise has in common with the truth by chance would be a tau of its own
+        centred = truth - truth.mean()
+        noise -= centred * float(noise @ centred) / max(1e-12, float(centred @ centred))
         low, high = 0.0, 100.0 * float(truth.std() + 1e-9)
         for _ in range(30):  # tau falls as the noise grows: bisect
             middle = (low + high) / 2
