@@ -43,7 +43,7 @@ class Capture:
         def compute_logits(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             logits = original(hidden_states, *args, **kwargs)
             if logits is not None and hidden_states.shape[0] > 1:
-                self.rows.append(logits.detach().to("cpu", copy=True))
+                self.rows.append(logits.detach().to("cpu"))  # vLLM reads these logits and does not write them
             return logits
 
         model.compute_logits = compute_logits
