@@ -61,9 +61,13 @@ def headlines(metrics: Mapping[str, Any]) -> list[Card]:
     add("tpot_mean_ms", "mean time per output token", True, " ms", 0)
     add("output_tokens_per_s", "output tokens per second", False, "", 0)
     if base.get("preemptions") is not None and ours.get("preemptions") is not None:
-        fewer = ours["preemptions"] <= base["preemptions"]
+        fewer = base["preemptions"] - ours["preemptions"]
         detail = f"instead of {base['preemptions']:,}"
-        cards.append(Card(f"{ours['preemptions']:,}", "preemptions", detail, GOOD if fewer else COST))
+        cards.append(
+            Card(
+                f"{ours['preemptions']:,}", "preemptions", detail, GOOD if fewer > 0 else COST if fewer < 0 else NEUTRAL
+            )
+        )
     if base.get("perplexity") and ours.get("perplexity"):
         change = 100 * (ours["perplexity"] / base["perplexity"] - 1)
         detail = f"{ours['perplexity']:.2f} instead of {base['perplexity']:.2f}"

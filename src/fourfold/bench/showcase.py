@@ -76,6 +76,7 @@ def server_flags(mode: KvMode, budget: int, dtype: str, port: int, block_size: i
         *("--port", str(port), "--dtype", dtype, "--max-model-len", str(MAX_LEN), "--served-model-name", "model"),
         *("--kv-cache-memory-bytes", memory, "--block-size", str(block_size), "--max-num-seqs", "128"),
         *("--max-num-batched-tokens", "1024", "--no-enable-prefix-caching", "--enforce-eager"),
+        "--disable-uvicorn-access-log",
         *mode.flags,
     ]
 
@@ -158,8 +159,7 @@ def assemble(
             "num_prompts": count,
         },
         "quality": {
-            "text": f"{quality['tokens']:,} tokens in {quality['windows']} windows of "
-            + (text.name if text else "the built-in text"),
+            "text": f"{quality['tokens']:,} tokens of {text.name if text else 'the built-in text'}",
             "tokens": quality["tokens"],
             "windows": quality["windows"],
         },
