@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from fourfold.bench.record import record, without_paths
+from fourfold.bench.record import main, record, without_paths
 from fourfold.errors import FourfoldError
 
 
@@ -104,3 +104,14 @@ def test_ratios_and_dates_are_not_paths() -> None:
 def test_result_names() -> None:
     with pytest.raises(FourfoldError):
         record(Path("."), "../x", {}, command=[])
+
+
+def test_a_commands_json_is_filed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    source = tmp_path / "out.json"
+    source.write_text(json.dumps({"modes": {"bf16": {"perplexity": 3.5}}, "model": "/data/models/m"}))
+    main(["kl-m", str(source), "--root", str(tmp_path / "results"), "--", "fourfold", "eval", "kl", "/data/models/m"])
+    path = Path(capsys.readouterr().out.strip())
+    value = json.loads(path.read_text())
+    assert path == tmp_path / "results" / "kl-m" / "metrics.json"
+    assert (value["model"], value["command"]) == ("m", "fourfold eval kl m")
+    assert value["modes"] == {"bf16": {"perplexity": 3.5}}

@@ -5,6 +5,8 @@ No host names and no paths of the machine are written: a result is published wit
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import platform
 import re
@@ -150,3 +152,22 @@ def record(
         "environment": dict(result.get("environment") or environment()),
     }
     return write_json(root / name / "metrics.json", without_paths(value))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """``python -m fourfold.bench.record NAME RESULT.json -- COMMAND…``: file a command's JSON under ``results/NAME``.
+
+    Run it on the machine and in the checkout that produced the result.
+    """
+    parser = argparse.ArgumentParser(prog="python -m fourfold.bench.record", description=main.__doc__)
+    parser.add_argument("name", help="folder under the results folder")
+    parser.add_argument("result", type=Path, help="JSON of a command, from --out or --json")
+    parser.add_argument("command", nargs="+", help="the command line that produced it, after --")
+    parser.add_argument("--root", type=Path, default=Path("results"))
+    options = parser.parse_args(arguments)
+    result = json.loads(options.result.read_text(encoding="utf-8"))
+    print(record(options.root, options.name, result, command=options.command))
+
+
+if __name__ == "__main__":
+    main()
