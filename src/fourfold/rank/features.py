@@ -17,6 +17,7 @@ such as "words").  Only the first ``HEAD`` and the last ``TAIL`` bytes are read,
 
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
@@ -32,7 +33,8 @@ MAX_COUNT = 255
 
 _MASK = (1 << 64) - 1
 _MIX = 0xBF58476D1CE4E5B9
-_SHIFT_OUT = np.uint64(64 - HASH_BITS)
+_SHIFT_OUT, _HALF, _MIX64 = np.uint64(64 - HASH_BITS), np.uint64(29), np.uint64(_MIX)
+_MAX_COUNT32, _COUNT_SHIFT, _BUCKET_MASK = np.uint32(MAX_COUNT), np.uint32(24), np.uint32(BUCKETS - 1)
 _UNITS = re.compile(
     rb"(\d{1,7})[ -](words?|sentences?|paragraphs?|characters|lines|pages|bullet|points|tweets?)\b", re.I
 )
@@ -84,13 +86,13 @@ def _surface(text: str, raw: bytes, words: int) -> list[int]:
     """One hash for each binned surface feature, and one for each explicit length ("in 300 words")."""
     bits = len(text).bit_length()
     length = 2 * bits + (len(text) >> max(0, bits - 2) & 1)
-    lines = raw.count(b"\n")
+    lines, digits = raw.count(b"\n"), len(raw) - len(raw.translate(None, _DIGITS))
     ends = text[-16:].rstrip()[-1:]
     bins = (
         length,
         lines if lines < 8 else 8 + lines.bit_length(),
         words if words < 12 else 12 + words.bit_length(),
-        (len(raw) - len(raw.translate(None, _DIGITS))).bit_length(),
+        digits.bit_length(),
         min(raw.count(b"?"), 4),
         int(b"```" in raw),
         ord(ends) if ends and ends.isascii() and not ends.isalnum() else 0,
@@ -98,7 +100,7 @@ def _surface(text: str, raw: bytes, words: int) -> list[int]:
         int(len(raw) - len(raw.translate(None, _BRACKETS)) > 2) + 2 * int(len(raw) > 1.5 * min(len(text), HEAD + TAIL)),
     )
     features = [_ODD[16 + k] * (2 * value + 3) & _MASK for k, value in enumerate(bins)]
-    for number, unit in _UNITS.findall(raw)[:4]:
+    for number, unit in _UNITS.findall(raw)[:4] if digits else ():
         kind = int.from_bytes(unit[:4].lower(), "little")
         features.append(_ODD[26] * (2 * int(number).bit_length() + 3) * (2 * kind + 1) & _MASK)
     return features
@@ -119,10 +121,11 @@ def prompt_codes(text: str) -> NDArray[np.uint32]:
         tail = text[HEAD:][-TAIL:].encode("utf-8", "replace")[-TAIL:]
         raw = raw[:HEAD] + b" \n " + tail
     data = np.frombuffer(b" " + raw + b" ", dtype=np.uint8)
-    prefix = np.zeros(data.size + 1, dtype=np.uint64)
-    np.cumsum(_LETTERS[data] * _POWERS[: data.size], out=prefix[1:])
-    inside = _WORD[data]
-    edges = np.flatnonzero(inside[1:] != inside[:-1]) + 1
+    prefix = np.empty(data.size + 1, dtype=np.uint64)
+    prefix[0] = 0
+    np.add.accumulate(_LETTERS.take(data) * _POWERS[: data.size], out=prefix[1:])
+    inside = _WORD.take(data)
+    edges = (inside[1:] != inside[:-1]).nonzero()[0] + 1
     starts, ends = edges[::2], edges[1::2]
     h = (prefix[ends] - prefix[starts]) * _INVERSES[starts]
     n = h.size
@@ -137,20 +140,26 @@ def prompt_codes(text: str) -> NDArray[np.uint32]:
             np.array(_surface(text, raw, n), dtype=np.uint64),
         )
     )
-    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(_MIX)
-    buckets = np.sort((mixed >> _SHIFT_OUT).astype(np.uint32))
-    last = np.flatnonzero(np.append(buckets[1:] != buckets[:-1], True))
-    counts = np.empty_like(buckets, shape=last.size)
-    counts[0] = last[0] + 1
-    np.subtract(last[1:], last[:-1], out=counts[1:], casting="unsafe")
-    return buckets[last] | np.minimum(counts, MAX_COUNT) << np.uint32(24)
+    mixed ^= mixed >> _HALF
+    mixed *= _MIX64
+    mixed >>= _SHIFT_OUT
+    buckets = mixed.astype(np.uint32)
+    buckets.sort()
+    last = np.concatenate(((buckets[1:] != buckets[:-1]).nonzero()[0], (buckets.size - 1,)))
+    counts = last.astype(np.uint32)
+    counts[1:] -= counts[:-1].copy()
+    counts[0] += 1
+    np.minimum(counts, _MAX_COUNT32, out=counts)
+    counts <<= _COUNT_SHIFT
+    counts |= buckets[last]
+    return counts
 
 
 def unpack(codes: NDArray[np.uint32]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Buckets int64 [n] and values float64 [n] of ``prompt_codes``: ``(1 + ln count) / norm``, norm 1 in L2."""
-    buckets = (codes & np.uint32(BUCKETS - 1)).astype(np.int64)
-    values = _LOGS[codes >> np.uint32(24)]
-    return buckets, values / np.sqrt(values @ values)
+    buckets = (codes & _BUCKET_MASK).astype(np.int64)
+    values = _LOGS.take(codes >> _COUNT_SHIFT)
+    return buckets, values / math.sqrt(values @ values)
 
 
 _LOGS = np.concatenate(([0.0], 1.0 + np.log(np.arange(1, MAX_COUNT + 1))))

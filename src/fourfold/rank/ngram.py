@@ -47,7 +47,7 @@ class NgramRanker(Ranker):
         scores = np.empty(len(rows))
         for i, codes in enumerate(rows):
             buckets, values = unpack(codes)
-            scores[i] = self.weights[buckets] @ values
+            scores[i] = self.weights.take(buckets) @ values
         return scores
 
     def save(self, path: Path) -> Path:
