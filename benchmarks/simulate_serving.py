@@ -1,6 +1,6 @@
 """Calibrate the simulator on measured serving runs, state its error, and compare scheduling policies.
 
-    python benchmarks/simulate_serving.py RUNS.json LENGTHS.json --output results/simulator
+    python benchmarks/simulate_serving.py RUNS.json LENGTHS.json
 
 RUNS.json: ``{"rate": …, "requests": …, "block_size": …, "modes": {name: {"tokens": …, "context_token": …,
 "fit": bool, "measured": {ttft_mean_s: …, …}}}}``.  Modes with ``fit`` share one fit of the times that do not
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fourfold.files import write_json
+from fourfold.bench.record import record
 from fourfold.lab.calibrate import fit_summary, relative_errors
 from fourfold.lab.engine import EngineConfig
 from fourfold.lab.report import POLICIES, simulate
@@ -31,10 +31,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path)
     parser.add_argument("lengths", type=Path)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--results", type=Path, default=Path("results"))
     parser.add_argument("--tau", type=float, nargs="+", default=[0.37, 0.45])
-    parser.add_argument("--rates", type=float, nargs="+", default=[32.0, 64.0, 96.0, 128.0])
-    parser.add_argument("--seeds", type=int, default=3, help="arrival orders that a cell is averaged over")
+    parser.add_argument("--rates", type=float, nargs="+", default=[32.0, 64.0, 128.0])
+    parser.add_argument("--seeds", type=int, default=2, help="arrival orders that a cell is averaged over")
     arguments = parser.parse_args()
     runs = json.loads(arguments.runs.read_text())
     lengths = load_lengths(arguments.lengths)
@@ -93,16 +93,12 @@ def main() -> None:
                     flush=True,
                 )
     assert {row["policy"] for row in rows} == set(POLICIES)
-    write_json(
-        arguments.output / "simulator.json",
-        {
-            "command": "python benchmarks/simulate_serving.py " + " ".join(Path(a).name for a in sys.argv[1:]),
-            "runs": runs,
-            "models": {name: asdict(model) for name, model in models.items()},
-            "errors": errors,
-            "rows": rows,
-        },
-    )
+    result = {
+        "models": {name: asdict(model) for name, model in models.items()},
+        "errors": errors,
+        "policies": rows,
+    }
+    record(arguments.results, "simulator", result, command=["python", *sys.argv], config=runs)
 
 
 if __name__ == "__main__":
