@@ -1,4 +1,4 @@
-"""Random 4-bit pages, and the attention over them in float64 that every kernel is checked against before it is timed."""
+"""Random 4-bit pages, and the attention over them in float64 that kernels are checked against before they are timed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fourfold.quant.params import LayerParams, identity_params
 
 @dataclass(frozen=True)
 class Shape:
-    """``batch`` sequences of ``context`` tokens, ``heads`` query over ``kv_heads`` heads, ``drafts`` extra query tokens."""
+    """``batch`` sequences of ``context`` tokens, query and KV heads, ``drafts`` extra query tokens a sequence."""
 
     batch: int
     context: int

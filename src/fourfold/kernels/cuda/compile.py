@@ -85,7 +85,11 @@ def cached_cubin(name: str, defines: Mapping[str, int], capability: tuple[int, i
     if path.exists():
         return path.read_bytes()
     cubin = compile_cubin(name, defines, capability)
-    write_atomically(path, lambda temporary: Path(temporary).write_bytes(cubin) and None)
+
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(cubin)
+
+    write_atomically(path, write)
     return cubin
 
 
@@ -99,12 +103,12 @@ class Kernel:
     """Launched so that it may start while its predecessor drains (sm_90); it waits for it by itself."""
 
     def launch(
-        self, grid: tuple[int, int], threads: int, shared: int, arguments: ctypes.Structure, stream: int
+        self, grid: tuple[int, ...], threads: int, shared: int, arguments: ctypes.Structure, stream: int
     ) -> None:
         """Queue on a stream (its handle as an integer); captured if the stream is capturing."""
         driver, _ = _bindings()
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared
         config.hStream = driver.CUstream(stream)

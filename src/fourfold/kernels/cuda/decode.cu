@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
   for (int i = 0; i < (CV + 1) / 2; i++) vrow[i] = matrix_row<RV, CV>(i, lane);
   const int4 start = a.runs[2 * run], start2 = a.runs[2 * run + 1];
   int seq = start.x, unit = start.y, left = start.z, len = start.w, q0 = start2.x, ql = start2.y, in_seq = start2.z;
-  if (left <= 0) wait_predecessor();  // a grid must not end before its predecessor
+  if (left <= 0 && run == 0) wait_predecessor();  // a grid must not end before its predecessor; run 0 has work if any has
 
   for (bool fresh = false; left > 0; fresh = true) {
     if (fresh) {

@@ -80,15 +80,16 @@ class Tiling:
 def choose_tiling(layout: PageLayout, rows: int, shared_limit: int) -> Tiling:
     """Tiling for ``rows`` query rows a KV head on a multiprocessor with ``shared_limit`` bytes of shared memory."""
     wide = max(layout.head_size, layout.head_size_v)
-    most = 4 if wide <= 128 else 2
-    row_tiles = next(n for n in (1, 2, 4) if 8 * n >= rows or n == most)
-    blocks = {1: 4, 2: 3, 4: 2}[row_tiles] if wide <= 128 else {1: 3, 2: 2}[row_tiles]
+    row_tiles = -(-rows // 8)
+    if row_tiles > (3 if wide <= 128 else 2):
+        row_tiles = 2  # several blocks of 16 rows: four accumulators' worth of registers spills
+    blocks = {1: 4, 2: 2, 3: 2}[row_tiles] if wide <= 128 else {1: 3, 2: 2}[row_tiles]
     fused = row_tiles == 1 and wide <= 128
-    tokens = 2 if fused else 1
+    tokens = 2 if row_tiles <= 2 and wide <= 128 else 1
     tiling = Tiling(row_tiles, tokens, 2, blocks, fused)
     while tiling.blocks > 1 and tiling.blocks * (tiling.shared(layout) + 1024) > shared_limit:
         tiling = replace(tiling, blocks=tiling.blocks - 1)
-    for stages in range(3, 5 if fused else 7):
+    for stages in range(3, 5):
         deeper = replace(tiling, stages=stages)
         if deeper.blocks * (deeper.shared(layout) + 1024) <= shared_limit:
             tiling = deeper

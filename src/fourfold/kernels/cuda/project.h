@@ -20,13 +20,17 @@ template <int CHUNKS, int WIDTH> DEV void load_rows(u32 (&r)[CHUNKS][8], const u
       r[c][half] = v.x ^ zero; r[c][2 + half] = v.y ^ zero; r[c][4 + half] = v.z ^ zero; r[c][6 + half] = v.w ^ zero;
     }
 }
-// 16 rows times tile j of the matrix in shared memory
-template <int CHUNKS> DEV void multiply(float (&d)[4], const u32 (&r)[CHUNKS][8], u32 matrix, int j, int lane) {
+// 16 rows times tiles j .. j + COUNT - 1 of the matrix in shared memory, as COUNT independent chains of products
+template <int CHUNKS, int COUNT> DEV void multiply(float (*d)[4], const u32 (&r)[CHUNKS][8], u32 matrix, int j, int lane) {
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
-    const uint4 w = lds128(matrix + ((j * CHUNKS + c) * 32 + lane) * 16);
-    mma_act(d, r[c][0], r[c][1], r[c][2], r[c][3], w.x, w.y);
-    mma_act(d, r[c][4], r[c][5], r[c][6], r[c][7], w.z, w.w);
+    uint4 w[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) w[i] = lds128(matrix + (((j + i) * CHUNKS + c) * 32 + lane) * 16);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) mma_act(d[i], r[c][0], r[c][1], r[c][2], r[c][3], w[i].x, w[i].y);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) mma_act(d[i], r[c][4], r[c][5], r[c][6], r[c][7], w[i].z, w[i].w);
   }
 }
 template <int BYTES, int THREADS> DEV void load_matrix(u32 dst, const void* src) {

@@ -184,23 +184,29 @@ template <int DIM, bool METRIC> DEV void store_rows(const Args& a, const u16* sr
     const int t0 = block + warp * 16;
     u32 rows[CHUNKS][8];
     const int ta = t0 + g, tb = t0 + g + 8;
+    const i64 slot[2] = {ta < a.tokens ? a.slots[ta] : -1, tb < a.tokens ? a.slots[tb] : -1};
+    const bool first[2] = {SINK && ta < a.tokens && a.positions[ta] == 0, SINK && tb < a.tokens && a.positions[tb] == 0};
     load_rows<CHUNKS, DIM>(rows, ta < a.tokens ? src + ta * stride + head * DIM : nullptr, tb < a.tokens ? src + tb * stride + head * DIM : nullptr, q4, (u32)a.tokens >> 31);
+    {  // the next block's rows into L2: row lane / 2 of 16, one 128-byte line of two
+      const int t = t0 + (int)gridDim.x * 128 + lane / 2;
+      if (t < a.tokens)
+        for (int e = lane % 2 * 64; e < DIM; e += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(src + t * stride + head * DIM + e));
+    }
     if (!loaded) { copy_wait<0>(); __syncthreads(); loaded = true; }
     if (t0 >= a.tokens) continue;
     float x[TILES][4];
     const float* row_bias[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int t = t0 + g + 8 * h;
-      const bool first = SINK && t < a.tokens && a.positions[t] == 0;
-      row_bias[h] = bias + ((first ? a.kv_heads : 0) + head) * DIM + 2 * q4;
+      row_bias[h] = bias + ((first[h] ? a.kv_heads : 0) + head) * DIM + 2 * q4;
     }
 #pragma unroll
     for (int j = 0; j < TILES; j++) {
       const float2 b0 = *(const float2*)(row_bias[0] + 8 * j), b1 = *(const float2*)(row_bias[1] + 8 * j);
       x[j][0] = b0.x; x[j][1] = b0.y; x[j][2] = b1.x; x[j][3] = b1.y;
-      multiply<CHUNKS>(x[j], rows, matrix, j, lane);
     }
+#pragma unroll
+    for (int j = 0; j < TILES; j += 2) multiply<CHUNKS, 2>(x + j, rows, matrix, j, lane);
     Row<TILES> row[2];
     u32 codes[TILES];  // of row g in the low half, of row g + 8 in the high half, one a byte
     float scale[2];
@@ -224,14 +230,13 @@ template <int DIM, bool METRIC> DEV void store_rows(const Args& a, const u16* sr
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int t = t0 + g + 8 * h;
-      const i64 slot = t < a.tokens ? a.slots[t] : -1;
-      if (slot < 0) continue;
-      u8* page = a.cache + slot / PS * a.page_stride + head * a.head_stride;
-      u16* out = (u16*)(page + code_offset + slot % PS * (DIM / 2)) + q4;
+      if (slot[h] < 0) continue;
+      const int in_page = slot[h] % PS;
+      u8* page = a.cache + slot[h] / PS * a.page_stride + head * a.head_stride;
+      u16* out = (u16*)(page + code_offset + in_page * (DIM / 2)) + q4;
 #pragma unroll
       for (int j = 0; j < TILES / 2; j++) out[4 * j] = (u16)((codes[j] | codes[j + TILES / 2] << 4) >> (16 * h));
-      if (q4 == 0) *(u16*)(page + scale_offset + slot % PS * 2) = (u16)pack_half(scale[h], 0.f);
+      if (q4 == 0) *(u16*)(page + scale_offset + in_page * 2) = (u16)pack_half(scale[h], 0.f);
     }
   }
 }

@@ -1,0 +1,80 @@
+"""The CUDA path's host side: orders of packed operands, tilings, and that every kernel compiles for every target."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kernel_cases import make_params
+
+from fourfold.kernels.cuda import pack
+from fourfold.kernels.cuda.compile import compile_cubin
+from fourfold.kernels.cuda.decode import choose_tiling
+from fourfold.layout import HEAD_SIZES, PageLayout
+
+
+@pytest.mark.parametrize("size", HEAD_SIZES)
+def test_operand_order_is_a_permutation_with_padding(size):
+    order = pack.operand_order(size)
+    assert sorted(order[order >= 0].tolist()) == list(range(size))
+    assert len(order) == 32 * pack.chunks(size)
+    # the two nibbles of a byte are neighbours but one: low codes at b = 0, high codes of the same bytes at b = 1
+    pairs = order.view(-1, 2, 2)
+    real = pairs[:, 0] >= 0
+    assert (pairs[:, 1][real] - pairs[:, 0][real] == size // 2).all()
+
+
+@pytest.mark.parametrize("size", [64, 80, 192])
+def test_packed_matrix_multiplies_like_the_matrix(size):
+    matrix = torch.randn(2, size, size)
+    packed = pack.pack_matrix(matrix, torch.arange(size))
+    row = torch.randn(size)
+    padded = torch.zeros(32 * pack.chunks(size))
+    padded[:size] = row
+    # lane 4 g + q of tile j, chunk c: rows 32 c + 8 q .. + 7 of column 8 j + g
+    lanes = packed.view(2, size // 8, pack.chunks(size), 8, 4, 8)
+    out = torch.einsum("hjcgqr,cqr->hjg", lanes, padded.view(-1, 4, 8)).reshape(2, size)
+    torch.testing.assert_close(out, torch.einsum("d,hde->he", row, matrix))
+
+
+def test_packed_factor_holds_the_unit_triangle():
+    factor = make_params(2, 64, 64, sink=False, metric=True).query_factor
+    packed, corner, weight = pack.pack_factor(factor)
+    diagonal = factor.diagonal(dim1=1, dim2=2)
+    unit = factor / diagonal[:, :, None]
+    tile, block, g, q, b, x = 3, 2, 5, 1, 1, 0
+    assert packed[1, tile, block, 4 * g + q, 2 * b + x] == unit[1, 8 * tile + g, 16 * block + 8 * b + 2 * q + x].half()
+    assert corner[1, 2, 9, 3, 0] == unit[1, 32 + 6, 32 + 9]  # column 9, lane 3: row 6
+    assert corner[1, 2, 9, 3, 2] == 0  # row 14 is not before column 9
+    torch.testing.assert_close(weight, diagonal.square())
+
+
+@pytest.mark.parametrize("limit", [100 << 10, 164 << 10, 228 << 10])
+@pytest.mark.parametrize("size", HEAD_SIZES)
+def test_tilings_fit_the_multiprocessor(size, limit):
+    layout = PageLayout(16, 1, size, size)
+    for rows in (1, 4, 8, 9, 16, 24, 32, 64, 1000):
+        tiling = choose_tiling(layout, rows, limit)
+        assert tiling.blocks * (tiling.shared(layout) + 1024) <= limit
+        assert tiling.stages >= 2
+        assert 1 <= tiling.row_tiles <= 3
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)])
+def test_every_kernel_compiles(capability):
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed: kernels not compiled here")
+    common = {"D": 80, "DV": 80, "PS": 48, "GROUP": 3, "SINK": 1, "ACT_BF16": 1}
+    tiling = {"NB": 2, "NT": 1, "ST": 3, "MINB": 2, "SOFTCAP": 1, "WINDOW": 1, "QFUSED": 0}
+    for name, more in (
+        ("plan", {}),
+        ("query", {}),
+        ("merge", {}),
+        ("dequantise", {}),
+        ("decode", tiling),
+        ("store", {"METRIC_KEYS": 1, "TABLES_SHARED": 1}),
+    ):
+        assert compile_cubin(name, common | more, capability)[:4] == b"\x7fELF"

@@ -1,0 +1,221 @@
+"""Compiled CUDA kernels against the oracle and the codec, on the GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kernel_cases import Batch, make_params, relative_error
+
+from fourfold.kernels.cuda.decode import Decode, Tiling
+from fourfold.kernels.cuda.dequantise import dequantise
+from fourfold.kernels.cuda.pack import pack_params
+from fourfold.kernels.cuda.store import store
+from fourfold.layout import PageLayout
+from fourfold.quant import codec
+
+pytestmark = pytest.mark.gpu
+LIMIT = {torch.bfloat16: 6e-3, torch.float16: 2e-3}
+
+
+def decode(batch, params, device, *, soft_cap=0.0, window=0, tiling=None):
+    """Outputs of the CUDA path; poisoned first, so that an element left out shows."""
+    layout, scale = batch.layout, batch.layout.head_size**-0.5
+    kernel = Decode(
+        layout,
+        batch.heads,
+        scale=scale,
+        dtype=batch.dtype,
+        device=device,
+        soft_cap=soft_cap,
+        window=window,
+        tiling=tiling,
+    )
+    lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=device)
+    start = batch.query_start.to(device)
+    plan = kernel.plan(lengths, start, max(batch.queries))
+    shape = (*batch.query.shape[:2], layout.head_size_v)
+    out = torch.full(shape, float("nan"), dtype=batch.dtype, device=device)
+    packed = pack_params(params, batch.dtype, device)
+    kernel(batch.query.to(device), batch.cache.to(device), batch.table.to(device), plan, packed, out)
+    torch.cuda.synchronize()
+    return out
+
+
+RAGGED = [0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", [16, 32, 48, 64, 128])
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 192, 256])
+def test_decode_of_ragged_lengths(cuda, head_size, block, dtype):
+    batch = Batch(PageLayout(block, 1, head_size, head_size), RAGGED, [1] * len(RAGGED), 4, dtype)
+    params = make_params(1, head_size, head_size, sink=True, metric=False)
+    out = decode(batch, params, cuda)
+    expected = batch.oracle(params, head_size**-0.5)
+    assert (out[0] == 0).all()  # length 0
+    assert relative_error(out, expected) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 6, 7, 8, 12, 16])
+@pytest.mark.parametrize("drafts", [0, 1, 3, 5])
+def test_speculative_rows_are_causal(cuda, group, drafts):
+    lengths = [drafts + 1, drafts + 20, 200]
+    batch = Batch(PageLayout(16, 2, 128, 128), lengths, [drafts + 1] * 3, 2 * group, torch.bfloat16)
+    params = make_params(2, 128, 128, sink=True, metric=False)
+    assert relative_error(decode(batch, params, cuda), batch.oracle(params, 128**-0.5)) < LIMIT[torch.bfloat16]
+
+
+def test_sequences_may_have_different_query_lengths(cuda):
+    batch = Batch(PageLayout(16, 2, 128, 128), [40, 9, 100, 5], [4, 1, 2, 5], 8, torch.bfloat16)
+    params = make_params(2, 128, 128, sink=False, metric=False)
+    assert relative_error(decode(batch, params, cuda), batch.oracle(params, 128**-0.5)) < LIMIT[torch.bfloat16]
+
+
+@pytest.mark.parametrize(("soft_cap", "window"), [(20.0, 0), (0.0, 1), (0.0, 33), (15.0, 100)])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_soft_cap_and_window(cuda, soft_cap, window, drafts):
+    batch = Batch(PageLayout(16, 2, 128, 128), [250, 30, drafts + 1], [drafts + 1] * 3, 8, torch.bfloat16)
+    params = make_params(2, 128, 128, sink=True, metric=False)
+    out = decode(batch, params, cuda, soft_cap=soft_cap, window=window)
+    expected = batch.oracle(params, 128**-0.5, soft_cap, window)
+    assert relative_error(out, expected) < LIMIT[torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    "tiling",
+    [Tiling(1, 1, 3, 1), Tiling(1, 2, 3, 4, True), Tiling(1, 1, 4, 2, True), Tiling(2, 1, 3, 2), Tiling(4, 1, 3, 1)],
+)
+def test_every_tiling_gives_the_same(cuda, tiling):
+    batch = Batch(PageLayout(16, 2, 128, 128), [700, 0, 129], [1] * 3, 8, torch.float16)
+    params = make_params(2, 128, 128, sink=True, metric=False)
+    out = decode(batch, params, cuda, tiling=tiling)
+    assert relative_error(out, batch.oracle(params, 128**-0.5)) < LIMIT[torch.float16]
+
+
+def test_a_captured_graph_follows_new_lengths(cuda):
+    """Lengths, tables and queries change between replays; grids and scratch do not."""
+    layout = PageLayout(16, 2, 128, 128)
+    params = make_params(2, 128, 128, sink=True, metric=False)
+    packed = pack_params(params, torch.bfloat16, cuda)
+    kernel = Decode(layout, 8, scale=128**-0.5, dtype=torch.bfloat16, device=cuda)
+    batches = [Batch(layout, lengths, [1] * 3, 8, torch.bfloat16) for lengths in ([30, 400, 7], [500, 0, 16])]
+    pages = max(b.cache.shape[0] for b in batches)
+    width = max(b.table.shape[1] for b in batches)
+    cache = torch.zeros(pages, *batches[0].cache.shape[1:], dtype=torch.uint8, device=cuda)
+    table = torch.zeros(3, width, dtype=torch.int32, device=cuda)
+    lengths = torch.ones(3, dtype=torch.int32, device=cuda)
+    start = batches[0].query_start.to(cuda)
+    query = torch.zeros_like(batches[0].query, device=cuda)
+    out = torch.zeros_like(query)
+    scratch = torch.empty(kernel.scratch_bytes(3, 3, 1), dtype=torch.uint8, device=cuda)
+
+    def step() -> None:
+        plan = kernel.plan(lengths, start, 1)
+        kernel(query, cache, table, plan, packed, out, scratch)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for batch in batches:
+        cache[: batch.cache.shape[0]] = batch.cache.to(cuda)
+        table.zero_()
+        table[:, : batch.table.shape[1]] = batch.table.to(cuda)
+        lengths.copy_(torch.tensor(batch.lengths))
+        query.copy_(batch.query)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert relative_error(out, batch.oracle(params, 128**-0.5)) < LIMIT[torch.bfloat16]
+
+
+def test_offsets_beyond_four_gib(cuda):
+    layout = PageLayout(16, 8, 128, 128)
+    pages = (5 << 30) // layout.page_bytes
+    cache = torch.zeros(pages, 8, layout.head_page_bytes, dtype=torch.uint8, device=cuda)
+    batch = Batch(layout, [40], [1], 8, torch.bfloat16)
+    moved = batch.table.clone()
+    for i, page in enumerate(batch.table[0].tolist()):
+        moved[0, i] = pages - 1 - i
+        cache[pages - 1 - i] = batch.cache[page].to(cuda)
+    params = make_params(8, 128, 128, sink=False, metric=False)
+    kernel = Decode(layout, 8, scale=128**-0.5, dtype=torch.bfloat16, device=cuda)
+    out = torch.zeros_like(batch.query, device=cuda)
+    plan = kernel.plan(torch.tensor([40], dtype=torch.int32, device=cuda), batch.query_start.to(cuda), 1)
+    packed = pack_params(params, torch.bfloat16, cuda)
+    kernel(batch.query.to(cuda), cache, moved.to(cuda), plan, packed, out)
+    assert relative_error(out, batch.oracle(params, 128**-0.5)) < LIMIT[torch.bfloat16]
+
+
+@pytest.mark.parametrize("metric", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("head_size", "block"), [(64, 16), (80, 32), (96, 16), (128, 64), (192, 16), (256, 128)])
+def test_store_is_as_good_as_the_codec(cuda, head_size, block, dtype, metric):
+    """Nearly all bytes are the codec's; rows that differ (matrices are rounded to the dtype) are no worse."""
+    layout = PageLayout(block, 3, head_size, head_size)
+    params = make_params(3, head_size, head_size, sink=True, metric=metric)
+    generator = torch.Generator().manual_seed(6)
+    tokens = 150
+    key, value = (torch.randn(tokens, 3, head_size, generator=generator) for _ in range(2))
+    key, value = (key + params.key_centre).to(dtype), (value + params.value_centre).to(dtype)
+    value[3] = 0
+    slots = torch.randperm(256, generator=generator)[:tokens]
+    slots[7] = -1
+    positions = torch.arange(tokens) % 40
+    pages = 256 // block
+    want = torch.zeros(pages, 3, layout.head_page_bytes, dtype=torch.uint8)
+    codec.store_tokens(want, layout, slots, codec.encode(key, value, positions, params))
+    cache = torch.zeros_like(want, device=cuda)
+    packed = pack_params(params, dtype, cuda)
+    store(key.to(cuda), value.to(cuda), cache, slots.to(cuda), positions.to(cuda), layout, packed)
+    got = cache.cpu()
+    kept = slots >= 0
+    page, slot = slots[kept] // block, slots[kept] % block
+    unused = torch.ones(pages, block, dtype=torch.bool)
+    unused[page, slot] = False
+    for view in codec.page_views(got, layout):
+        assert (view.transpose(1, 2)[unused] == 0).all()
+    first = (positions == 0)[:, None, None]
+    exact = (
+        codec.transform_key(key, params) - torch.where(first, params.sink_key, 0.0),
+        codec.transform_value(value, params) - torch.where(first, params.sink_value, 0.0),
+    )
+    errors = []
+    for cache_bytes in (got, want):
+        views = codec.page_views(cache_bytes, layout)
+        for i, truth in enumerate(exact):
+            rows = codec.dequantise(codec.unpack_row(views[i][page, :, slot]), views[i + 2][page, :, slot])
+            missed, size = rows - truth[kept], truth[kept]
+            if metric and i == 0:
+                missed, size = (torch.einsum("thd,hed->the", x, params.query_factor) for x in (missed, size))
+            errors.append((missed.norm() / size.norm()).item())
+    assert errors[0] < errors[2] * 1.03
+    assert errors[1] < errors[3] * 1.03
+    assert (got == want).float().mean() > (0.8 if metric else 0.95)
+
+
+def test_dequantised_pages_are_the_codecs_rows(cuda):
+    layout = PageLayout(32, 2, 80, 80)
+    batch = Batch(layout, [70, 0, 33], [1] * 3, 2, torch.bfloat16)
+    params = make_params(2, 80, 80, sink=True, metric=False)
+    key, value = (torch.full((103, 2, 80), float("nan"), dtype=torch.bfloat16, device=cuda) for _ in range(2))
+    lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=cuda)
+    start = torch.tensor([0, 70, 70], dtype=torch.int32, device=cuda)
+    dequantise(batch.cache.to(cuda), batch.table.to(cuda), lengths, start, key, value, layout, params.to(cuda), end=70)
+    k, v, ks, vs = codec.page_views(batch.cache, layout)
+    row = 0
+    for b, n in enumerate(batch.lengths):
+        for t in range(n):
+            page, slot = int(batch.table[b, t // 32]), t % 32
+            for out, codes, scales, sink in ((key, k, ks, params.sink_key), (value, v, vs, params.sink_value)):
+                want = codec.dequantise(codec.unpack_row(codes[page, :, slot]), scales[page, :, slot])
+                want = want + (sink if t == 0 else 0.0)
+                torch.testing.assert_close(out[row].float().cpu(), want.bfloat16().float(), rtol=0.01, atol=0.01)
+            row += 1
+    assert row == 103
