@@ -13,6 +13,8 @@
 //   numbers, and the 2^-4 between the two kinds sits in q (query.cu).  -7.5 sum(q) is the initial accumulator.
 //   O^T[DV, 8 rows] = V^T[DV, 16 tokens] P^T[16, 8 rows]: ldmatrix.trans pairs two tokens' codes in one register, and
 //   movmatrix turns the accumulators of S^T into the operand P^T.  A row of ones gives sum(P) for the offset.
+// Pages and plan are read before the wait for the preceding kernel, so that must be query.cu, launched to wait for all
+// earlier work; with QFUSED this kernel itself is launched so (decode.py).
 // The running maximum is only raised when a score exceeds it by 2^8 (a vote), so the usual tile has no reduction.
 #include "project.h"
 

@@ -230,7 +230,7 @@ class Decode:
         sink = pointer(params.sink_key) if params.sink else 0
         factor, sink_factor = query_scale(self.scale), self.scale * _LOG2E
         if not tiling.fused:
-            kernel = load("query", {"D": d, **common}, self.device)
+            kernel = load("query", {"D": d, **common}, self.device, dependent=False)
             grid = min(-(-tokens * self.group // 16), max(self.multiprocessors * 4 // heads, 1))
             arguments = _QueryArgs(
                 pointer(query), query.stride(0), pointer(params.wq), sink, q, aux, tokens, heads, factor, sink_factor
@@ -243,7 +243,9 @@ class Decode:
             "MINB": tiling.blocks, "QFUSED": int(tiling.fused), **common,
         }  # fmt: skip
         shared = tiling.shared(layout)
-        kernel = load("decode", defines, self.device, shared)
+        # The first kernel of this call starts after everything queued before it has ended; so the second may read pages
+        # and plan before it waits for the first.
+        kernel = load("decode", defines, self.device, shared, dependent=not tiling.fused)
         cap = self.soft_cap * _LOG2E if self.soft_cap > 0 else 1.0
         planned = [pointer(t) for t in (plan.lengths, plan.query_start, plan.cum, plan.runs)]
         kernel.launch(
