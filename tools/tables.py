@@ -84,7 +84,7 @@ def capacity_table(result: Mapping[str, Any]) -> str:
 def rows_table(result: Mapping[str, Any]) -> str:
     """Kernel benchmarks: the shape, microseconds by implementation, ratios."""
     rows = result["rows"]
-    shape = [key for key in rows[0] if key not in ("us", "ratio")]
+    shape = [key for key, value in rows[0].items() if isinstance(value, int | str)]
     kernels = list(dict.fromkeys(key for row in rows for key in row["us"]))
     ratios = list(dict.fromkeys(key for row in rows for key in row.get("ratio", {})))
     head = [*shape, *(f"{name}, µs" for name in kernels), *(f"× {name}" for name in ratios)]
