@@ -1,6 +1,6 @@
 // Attention of a few query rows per KV head over 4-bit pages, split over the KV length.
 //
-// Compile-time: QFUSED (0: the query operand comes from query.cu; 1: made here, with NB = 1), D, DV (head sizes), GROUP (query heads a KV head), NB (blocks of 8 query rows), NT (16-token tiles a
+// Compile-time: D, DV (head sizes), GROUP (query heads a KV head), NB (blocks of 8 query rows), NT (16-token tiles a
 // warp handles at once), ST (copy stages), PS (block size), SOFTCAP, WINDOW, SINK (0/1), MINB (blocks an SM), ACT_BF16.
 //
 // Work: the flattened list of (sequence, unit) of one KV head is cut into equal runs, one a thread block (plan.cu), so
@@ -14,9 +14,9 @@
 //   O^T[DV, 8 rows] = V^T[DV, 16 tokens] P^T[16, 8 rows]: ldmatrix.trans pairs two tokens' codes in one register, and
 //   movmatrix turns the accumulators of S^T into the operand P^T.  A row of ones gives sum(P) for the offset.
 // Pages and plan are read before the wait for the preceding kernel, so that must be query.cu, launched to wait for all
-// earlier work; with QFUSED this kernel itself is launched so (decode.py).
+// earlier work (decode.py).
 // The running maximum is only raised when a score exceeds it by 2^8 (a vote), so the usual tile has no reduction.
-#include "project.h"
+#include "mma.h"
 
 #define NW 4
 constexpr int CK = (D + 31) / 32, CV = (DV + 31) / 32;  // 16-byte chunks of a row in shared memory
@@ -27,8 +27,7 @@ constexpr int STAGE = NT * (KB + VB), SCALES = NT * 64;
 constexpr int RING = ST * (STAGE + SCALES);            // bytes a warp
 constexpr int ROWS = 8 * NB;
 constexpr bool Q_SHARED = NB > 1;                      // query operand in shared memory instead of registers
-constexpr int Q_PITCH = 32 * CK + 8;                   // halves of a row of the fused query operand
-constexpr int Q_BYTES = Q_SHARED ? NB * CK * 512 : QFUSED ? 8 * Q_PITCH * 2 + NW * 64 : 0;
+constexpr int Q_BYTES = Q_SHARED ? NB * CK * 512 : 0;
 constexpr float HEAD = 6.f, LIMIT = 14.f;              // log2 of the largest weight after a raise, and before the next
 constexpr u32 LOW = 0x000F000Fu, HIGH = 0x00F000F0u;
 
@@ -65,8 +64,7 @@ struct Args {
   const int* table; int table_stride;                   // block table [sequences, table_stride]
   const int* lengths; const int* q_start;               // [B] tokens with the new ones; [B + 1] first query of each
   const int* cum; const int4* runs;                     // plan: units before each sequence; where each run starts (plan.cu)
-  const u16* raw; i64 raw_stride; const uint4* wq; const float* sink; float scale, sink_scale;  // QFUSED: as in query.cu
-  const u16* q; const float2* aux;                      // else: query operand [tokens, H, 32 CK]; (-7.5 * 2^-24 sum q, sink score)
+  const u16* q; const float2* aux;                      // query operand [tokens, H, 32 CK]; (-7.5 * 2^-24 sum q, sink score)
   float* po; float* pm;                                 // partials [HK, row blocks, slots, R, DV] and [.., R, 4] (maximum, sum, weight of token 0, -)
   int batch, kv_heads, row_blocks, rows, slots, window; // rows = query length * GROUP, the most of any sequence
   float k_factor, cap;                                  // k_factor undoes the scaling of codes and q (and divides by cap)
@@ -143,52 +141,6 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
     // ---- the query operand, the only thing that the preceding kernel makes
     u32 qb[Q_SHARED ? 1 : NB][Q_SHARED ? 1 : CK][4];
     float q_off[NB][4], m[NB][2], limit[NB][2], l[NB][2], p0[NB][2], sink[NB][2];
-#if QFUSED
-    {
-      uint4 w[CK][CK];  // this warp's quarter of the columns of Wq
-#pragma unroll
-      for (int j = 0; j < CK; j++)
-#pragma unroll
-        for (int c = 0; c < CK; c++) w[j][c] = __ldg(a.wq + ((hk * 4 * CK + warp * CK + j) * CK + c) * 32 + lane);
-      wait_predecessor();
-      release_successor();
-      const int r = row0 + g;
-      u32 x[CK][8];
-      load_rows<CK, D>(x, r < ql * GROUP ? a.raw + (q0 + r / GROUP) * a.raw_stride + (hk * GROUP + r % GROUP) * D : nullptr, nullptr, q4, 0);
-      float2* sums = (float2*)(smem + 8 * Q_PITCH * 2);
-      float sum = 0.f, sunk = 0.f;
-#pragma unroll
-      for (int j = 0; j < CK; j++) {
-        float d[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-        for (int c = 0; c < CK; c++) {
-          mma_act(d, x[c][0], x[c][1], x[c][2], x[c][3], w[j][c].x, w[j][c].y);
-          mma_act(d, x[c][4], x[c][5], x[c][6], x[c][7], w[j][c].z, w[j][c].w);
-        }
-        const int tile = warp * CK + j;
-        if (SINK) { const float2 u = *(const float2*)(a.sink + hk * 32 * CK + q4 * 8 * CK + 2 * tile); sunk += d[0] * u.x + d[1] * u.y; }
-        const u32 v = pack_half(fminf(fmaxf(d[0] * a.scale, -65504.f), 65504.f), fminf(fmaxf(d[1] * a.scale, -65504.f), 65504.f));
-        sum += (half_lo(v) + half_hi(v)) * (tile & 1 ? 16.f : 1.f);
-        *(u32*)(smem + (g * Q_PITCH + q4 * 8 * CK + 2 * tile) * 2) = v;
-      }
-#pragma unroll
-      for (int o = 1; o < 4; o *= 2) { sum += __shfl_xor_sync(FULL, sum, o); sunk += __shfl_xor_sync(FULL, sunk, o); }
-      if (q4 == 0) sums[warp * 8 + g] = make_float2(sum, sunk);
-      __syncthreads();
-#pragma unroll
-      for (int c = 0; c < CK; c++) {
-        const uint4 v = *(const uint4*)(smem + (g * Q_PITCH + 32 * c + 8 * q4) * 2);
-        qb[0][c][0] = v.x; qb[0][c][1] = v.y; qb[0][c][2] = v.z; qb[0][c][3] = v.w;
-      }
-#pragma unroll
-      for (int x2 = 0; x2 < 2; x2++) {
-        float2 v = make_float2(0.f, 0.f);
-#pragma unroll
-        for (int i = 0; i < NW; i++) { const float2 y = sums[i * 8 + 2 * q4 + x2]; v.x += y.x; v.y += y.y; }
-        q_off[0][x2] = q_off[0][2 + x2] = -7.5f * 5.9604644775390625e-08f * v.x; sink[0][x2] = v.y * a.sink_scale;
-      }
-    }
-#else
     wait_predecessor();
     release_successor();
     if (Q_SHARED) __syncthreads();
@@ -212,7 +164,6 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
       }
     }
     if (Q_SHARED) __syncthreads();
-#endif
 #pragma unroll
     for (int n = 0; n < NB; n++)
 #pragma unroll

@@ -37,9 +37,7 @@ _DecodeArgs = structure(
     "DecodeArgs",
     [("cache", c_void_p), ("page_stride", c_longlong), ("head_stride", c_longlong)]
     + [("table", c_void_p), ("table_stride", c_int)]
-    + [(n, c_void_p) for n in ("lengths", "q_start", "cum", "runs", "raw")]
-    + [("raw_stride", c_longlong), ("wq", c_void_p), ("sink", c_void_p), ("scale", c_float), ("sink_scale", c_float)]
-    + [(n, c_void_p) for n in ("q", "aux", "po", "pm")]
+    + [(n, c_void_p) for n in ("lengths", "q_start", "cum", "runs", "q", "aux", "po", "pm")]
     + [(n, c_int) for n in ("batch", "kv_heads", "row_blocks", "rows", "slots", "window")]
     + [("k_factor", c_float), ("cap", c_float)],
 )
@@ -57,14 +55,13 @@ class Tiling:
 
     Attributes:
         row_tiles: blocks of 8 query rows; tokens: 16-token tiles a warp takes at once; stages: of its copy ring.
-        blocks: resident on a multiprocessor; fused: decode.cu transforms the queries itself.
+        blocks: resident on a multiprocessor.
     """
 
     row_tiles: int
     tokens: int
     stages: int
     blocks: int
-    fused: bool = False
 
     def shared(self, layout: PageLayout) -> int:
         """Bytes of shared memory a thread block."""
@@ -72,21 +69,23 @@ class Tiling:
         ring = WARPS * self.stages * self.tokens * (256 * (ck + cv) + 64)
         exchange = 4 * WARPS * 8 * (layout.head_size_v + 4 + 3)
         operand = self.row_tiles * ck * 512 if self.row_tiles > 1 else 0
-        if self.fused:
-            operand = 16 * (32 * ck + 8) + WARPS * 64
         return operand + max(ring, exchange)
 
 
-def choose_tiling(layout: PageLayout, rows: int, shared_limit: int) -> Tiling:
-    """Tiling for ``rows`` query rows a KV head on a multiprocessor with ``shared_limit`` bytes of shared memory."""
+def choose_tiling(layout: PageLayout, rows: int, shared_limit: int, few: bool = False) -> Tiling:
+    """Tiling for ``rows`` query rows a KV head on a multiprocessor with ``shared_limit`` bytes of shared memory.
+
+    ``few``: so few sequences that half as many, larger runs win (fewer partial results to merge).
+    """
     wide = max(layout.head_size, layout.head_size_v)
     row_tiles = -(-rows // 8)
     if row_tiles > (3 if wide <= 128 else 2):
         row_tiles = 2  # several blocks of 16 rows: four accumulators' worth of registers spills
     blocks = {1: 4, 2: 2, 3: 2}[row_tiles] if wide <= 128 else {1: 3, 2: 2}[row_tiles]
-    fused = row_tiles == 1 and wide <= 128
+    if few:
+        blocks = min(blocks, 2)
     tokens = 2 if row_tiles <= 2 and wide <= 128 else 1
-    tiling = Tiling(row_tiles, tokens, 2, blocks, fused)
+    tiling = Tiling(row_tiles, tokens, 2, blocks)
     while tiling.blocks > 1 and tiling.blocks * (tiling.shared(layout) + 1024) > shared_limit:
         tiling = replace(tiling, blocks=tiling.blocks - 1)
     for stages in range(3, 5):
@@ -155,13 +154,14 @@ class Decode:
         self.shared_limit = properties.shared_memory_per_multiprocessor
         self.bf16 = int(dtype == torch.bfloat16)
 
-    def tiling(self, max_query: int) -> Tiling:
-        """The cut for ``max_query`` query tokens a sequence."""
-        return self.forced_tiling or choose_tiling(self.layout, max_query * self.group, self.shared_limit)
+    def tiling(self, batch: int, max_query: int) -> Tiling:
+        """The cut for ``batch`` sequences of at most ``max_query`` query tokens."""
+        few = 2 * batch * self.layout.num_kv_heads <= self.multiprocessors
+        return self.forced_tiling or choose_tiling(self.layout, max_query * self.group, self.shared_limit, few)
 
-    def runs(self, max_query: int) -> tuple[int, int]:
+    def runs(self, batch: int, max_query: int) -> tuple[int, int]:
         """Runs a KV head and row block (the fixed split count), and row blocks."""
-        tiling = self.tiling(max_query)
+        tiling = self.tiling(batch, max_query)
         row_blocks = -(-max_query * self.group // (8 * tiling.row_tiles))
         return max(self.multiprocessors * tiling.blocks // (self.layout.num_kv_heads * row_blocks), 1), row_blocks
 
@@ -171,7 +171,8 @@ class Decode:
         Args:
             lengths: [B] int32; query_start: [B + 1] int32; max_query: most query tokens of a sequence.
         """
-        batch, (n_runs, row_blocks), tiling = lengths.numel(), self.runs(max_query), self.tiling(max_query)
+        batch = lengths.numel()
+        (n_runs, row_blocks), tiling = self.runs(batch, max_query), self.tiling(batch, max_query)
         kernel = load("plan", {"ACT_BF16": self.bf16}, self.device, dependent=False)
         numbers = torch.empty(batch + 2 + 8 * n_runs, dtype=torch.int32, device=self.device)
         runs, cum, meta = numbers[: 8 * n_runs], numbers[8 * n_runs : -1], numbers[-1:]
@@ -187,8 +188,8 @@ class Decode:
         return sum(self._scratch_parts(tokens, batch, max_query))
 
     def _scratch_parts(self, tokens: int, batch: int, max_query: int) -> tuple[int, int, int, int]:
-        n_runs, row_blocks = self.runs(max_query)
-        rows = min(max_query * self.group, 8 * self.tiling(max_query).row_tiles)
+        n_runs, row_blocks = self.runs(batch, max_query)
+        rows = min(max_query * self.group, 8 * self.tiling(batch, max_query).row_tiles)
         partials = self.layout.num_kv_heads * row_blocks * (n_runs + batch) * rows
         q, aux = tokens * self.query_heads * 64 * chunks(self.layout.head_size), tokens * self.query_heads * 8
         parts = (q, aux, partials * self.layout.head_size_v * 4, partials * 16)
@@ -229,23 +230,22 @@ class Decode:
         d = layout.head_size
         sink = pointer(params.sink_key) if params.sink else 0
         factor, sink_factor = query_scale(self.scale), self.scale * _LOG2E
-        if not tiling.fused:
-            kernel = load("query", {"D": d, **common}, self.device, dependent=False)
-            grid = min(-(-tokens * self.group // 16), max(self.multiprocessors * 4 // heads, 1))
-            arguments = _QueryArgs(
-                pointer(query), query.stride(0), pointer(params.wq), sink, q, aux, tokens, heads, factor, sink_factor
-            )
-            kernel.launch((grid, heads), 256 if d > 128 else 128, 0, arguments, stream)
+        # This first kernel starts after everything queued before it has ended; so the second may read pages and plan
+        # before it waits for the first.
+        kernel = load("query", {"D": d, **common}, self.device, dependent=False)
+        grid = min(-(-tokens * self.group // 16), max(self.multiprocessors * 4 // heads, 1))
+        arguments = _QueryArgs(
+            pointer(query), query.stride(0), pointer(params.wq), sink, q, aux, tokens, heads, factor, sink_factor
+        )
+        kernel.launch((grid, heads), 256 if d > 128 else 128, 0, arguments, stream)
 
         defines = {
             "D": d, "DV": layout.head_size_v, "NB": tiling.row_tiles, "NT": tiling.tokens, "ST": tiling.stages,
             "PS": layout.block_size, "SOFTCAP": int(self.soft_cap > 0), "WINDOW": int(self.window > 0),
-            "MINB": tiling.blocks, "QFUSED": int(tiling.fused), **common,
+            "MINB": tiling.blocks, **common,
         }  # fmt: skip
         shared = tiling.shared(layout)
-        # The first kernel of this call starts after everything queued before it has ended; so the second may read pages
-        # and plan before it waits for the first.
-        kernel = load("decode", defines, self.device, shared, dependent=not tiling.fused)
+        kernel = load("decode", defines, self.device, shared)
         cap = self.soft_cap * _LOG2E if self.soft_cap > 0 else 1.0
         planned = [pointer(t) for t in (plan.lengths, plan.query_start, plan.cum, plan.runs)]
         kernel.launch(
@@ -254,8 +254,7 @@ class Decode:
             shared,
             _DecodeArgs(
                 pointer(cache), cache.stride(0), cache.stride(1), pointer(block_table), block_table.stride(0),
-                *planned, pointer(query), query.stride(0), pointer(params.wq), sink, factor, sink_factor,
-                q, aux, po, pm, batch, heads, plan.row_blocks, rows, slots, self.window,
+                *planned, q, aux, po, pm, batch, heads, plan.row_blocks, rows, slots, self.window,
                 2.0**24 / QUERY_GAIN / cap, cap,
             ),
             stream,
