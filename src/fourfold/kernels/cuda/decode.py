@@ -75,7 +75,7 @@ class Tiling:
 def choose_tiling(layout: PageLayout, rows: int, shared_limit: int, few: bool = False) -> Tiling:
     """Tiling for ``rows`` query rows a KV head on a multiprocessor with ``shared_limit`` bytes of shared memory.
 
-    ``few``: so few sequences that half as many, larger runs win (fewer partial results to merge).
+    ``few``: so few sequences that the merge counts, and fewer, larger runs win.
     """
     wide = max(layout.head_size, layout.head_size_v)
     row_tiles = -(-rows // 8)
@@ -83,7 +83,7 @@ def choose_tiling(layout: PageLayout, rows: int, shared_limit: int, few: bool = 
         row_tiles = 2  # several blocks of 16 rows: four accumulators' worth of registers spills
     blocks = {1: 4, 2: 2, 3: 2}[row_tiles] if wide <= 128 else {1: 3, 2: 2}[row_tiles]
     if few:
-        blocks = min(blocks, 2)
+        blocks = min(blocks, 3)
     tokens = 2 if row_tiles <= 2 and wide <= 128 else 1
     tiling = Tiling(row_tiles, tokens, 2, blocks)
     while tiling.blocks > 1 and tiling.blocks * (tiling.shared(layout) + 1024) > shared_limit:
