@@ -2,7 +2,7 @@
 
     python benchmarks/cpu_decode.py [--out results/cpu-decode] [--repeats 40]
 
-Each call stores one new token per sequence and attends, as an engine's decode step does; vLLM's needs two calls for that.
+Each call stores one new token per sequence and attends, as an engine's decode step does; vLLM's needs two calls.
 Several caches are used in turn, together larger than the last-level cache, because an engine's layers evict each other.
 Our kernel is checked against a float64 reference on its own bytes before it is timed.  The floor is the bytes of the
 context over the copy bandwidth measured in the same run.
@@ -75,8 +75,8 @@ class Case:
         self.isa = _get_attn_isa(dtype, BLOCK, self.d, "auto")
         return ops.cpu_attn_get_scheduler_metadata(
             num_reqs=self.batch, num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.d,
-            seq_lens=self.lengths, dtype=dtype, query_start_loc=self.start, causal=True, sliding_window_size=-1, isa=self.isa,
-            enable_kv_split=True,
+            seq_lens=self.lengths, dtype=dtype, query_start_loc=self.start, causal=True,
+            sliding_window_size=-1, isa=self.isa, enable_kv_split=True,
         )  # fmt: skip
 
     def fourfold(self, i: int) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fourfold import __version__
-from fourfold.cli import bench, calibrate, capacity, demo, doctor, eval, serve
+from fourfold.cli import bench, calibrate, capacity, demo, doctor, eval, ranker, serve
 
 app = typer.Typer(
     name="fourfold",
@@ -41,6 +41,7 @@ app.add_typer(eval.app, name="eval")
 app.command()(bench.bench)
 app.command()(doctor.doctor)
 app.command()(demo.demo)
+app.add_typer(ranker.app, name="ranker")
 
 
 def main() -> None:
