@@ -10,7 +10,7 @@ namespace ff {
 
 constexpr int SPLIT = 1024;  // tokens per KV split: fixed, so that a result does not depend on the rest of the batch
 constexpr int ROWS = 64;     // query rows (tokens x heads of a group) of a tile
-constexpr int DIRECT = 4;    // up to this many rows attend to codes in place; more share a dequantised tile
+constexpr int DIRECT = 8;    // up to this many rows attend to codes in place; more share a dequantised tile
 
 struct Item {  // one query tile against one KV split
   int sequence, kv_head, first, count;  // new tokens [first, first + count) of the sequence
