@@ -40,7 +40,7 @@ class Plan:
     seconds: float = 45.0
     overload: float = 1.0
     windows: int = 4
-    window_tokens: int = 512
+    window_tokens: int = 500  # the built-in text has a little over 2,000 tokens
     min_requests: int = 24
     max_requests: int = 200
 

@@ -161,7 +161,8 @@ def _serve_and_load(
         tempfile.TemporaryDirectory(prefix="fourfold-demo-") as folder,
         working(f"{mode.name}: starting vLLM …") as status,
     ):
-        environ = environment(mode, settings)
+        # vLLM keeps one core free for its other processes; on small machines that is half of what there is
+        environ = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", **environment(mode, settings)}
         with running_server(
             command,
             environ,
