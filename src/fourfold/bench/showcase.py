@@ -37,11 +37,11 @@ class Plan:
         max_requests: an upper bound, for fast machines.
     """
 
-    seconds: float = 45.0
+    seconds: float = 36.0
     overload: float = 1.0
     windows: int = 4
     window_tokens: int = 500  # the built-in text has a little over 2,000 tokens
-    min_requests: int = 24
+    min_requests: int = 20
     max_requests: int = 200
 
     def requests(self, rate: float) -> int:
