@@ -37,8 +37,8 @@ def test_quantised_cache_dtype(engines: Engines, dummy_model: Make) -> None:
 def test_latent_attention(engines: Engines, dummy_model: Make) -> None:
     config = llama_config(
         64, 2, architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", kv_lora_rank=512, q_lora_rank=None,
-        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=None, first_k_dense_replace=1,
-        moe_intermediate_size=64, num_experts_per_tok=None, n_shared_experts=None,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=2, first_k_dense_replace=1,
+        moe_intermediate_size=64, num_experts_per_tok=1, n_shared_experts=1,
     )  # fmt: skip
     del config["head_dim"]
     assert "latent attention" in refusal(engines, dummy_model(config))
