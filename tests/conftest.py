@@ -12,6 +12,10 @@ import pytest
 _CACHE = Path(tempfile.gettempdir()) / f"fourfold-tests-{os.getuid()}"
 os.environ.setdefault("FOURFOLD_CACHE_DIR", str(_CACHE))
 
+# Triton decides at its first import, by whoever comes first, whether its own library runs interpreted.
+if os.environ.get("FOURFOLD_EXPECT_GPU") != "1" and not Path("/dev/nvidia0").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
