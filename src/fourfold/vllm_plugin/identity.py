@@ -34,7 +34,7 @@ def calibration_path(model_config: Any, load_config: Any, settings: Settings, ra
         "model": str(folder.resolve()) if folder.is_dir() else model,
         "revision": str(model_config.revision),
         "weights": weights,
-        "config": model_config.hf_config.to_json_string(use_diff=False),
+        "config": _configuration(model_config.hf_config),
         "quantization": str(model_config.quantization),
         "load_format": str(load_config.load_format),
         "text": text_digest(settings.calibration_text),
@@ -43,6 +43,12 @@ def calibration_path(model_config: Any, load_config: Any, settings: Settings, ra
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name if folder.is_dir() else model).strip("-")
     return settings.cache_dir / "calibrations" / f"{name}-{digest}" / f"rank{rank}of{ranks}.safetensors"
+
+
+def _configuration(config: Any) -> dict[str, Any]:
+    """What of a model's configuration its statistics depend on: not the dtype it is served in, nor where it lies."""
+    left_out = ("dtype", "torch_dtype", "_name_or_path", "transformers_version")
+    return {key: value for key, value in json.loads(config.to_json_string()).items() if key not in left_out}
 
 
 def describe(layers: dict[str, Any], origin: str, error: float, settings: Settings, vllm_config: Any) -> str:
