@@ -52,6 +52,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # inside one process vLLM takes one thread for itself unless this is set
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
     path = Path(sys.argv[1])
     results = []
     for job in json.loads(path.read_text()):

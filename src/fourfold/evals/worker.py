@@ -65,6 +65,8 @@ class Capture:
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Run one job; see ``fourfold.evals.perplexity`` for its fields."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # inside one process vLLM takes one thread for itself unless this is set
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     from vllm import LLM, SamplingParams
 
     windows: list[list[int]] = job["windows"]
