@@ -104,7 +104,8 @@ def test_text_survives_chunks_prefixes_preemption_and_speculation(
         "ngram": engine(smollm2, speculative_config=ngram),
         "draft": engine(smollm2, speculative_config=draft),
     }
-    results = dict(zip(names, engines([{"engine": e, "calls": [call, call]} for e in names.values()]), strict=True))
+    # a process each: a second engine in one process cannot register vLLM's sampling kernels again
+    results = {name: engines([{"engine": e, "calls": [call, call]}])[0] for name, e in names.items()}
     counters = {name: result["counters"] for name, result in results.items()}
     assert counters["preempted"]["num_preemptions"] > 0
     assert counters["prefix"]["prefix_cache_hits"] > 0

@@ -41,7 +41,7 @@ class _AfterLoad:
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         refuse(model_config)
         model = super().load_model(vllm_config, model_config, prefix=prefix)  # type: ignore[misc]
-        prepare(model, vllm_config, model_config)
+        prepare(model, vllm_config, model_config, prefix)
         return model
 
 
@@ -62,8 +62,12 @@ def refuse(model_config: ModelConfig) -> None:
             )
 
 
-def attention_layers(model: nn.Module) -> dict[str, Attention]:
-    """The model's attention layers by layer name; every one must be ours."""
+def attention_layers(model: nn.Module, prefix: str = "") -> dict[str, Attention]:
+    """The model's attention layers; every one must be ours.
+
+    Keys are layer names without ``prefix``: vLLM puts one before a drafter's, and a model's calibration is the same in
+    either role.
+    """
     layers: dict[str, Attention] = {}
     for name, module in model.named_modules():
         if not isinstance(module, AttentionLayerBase):
@@ -74,16 +78,16 @@ def attention_layers(model: nn.Module) -> dict[str, Attention]:
                 why="a model is held in 4-bit pages as a whole or not at all",
                 fix="serve it without Fourfold (FOURFOLD=0)",
             )
-        layers[module.layer_name] = module
+        layers[module.layer_name.removeprefix(f"{prefix}.")] = module
     if not layers:
         raise FourfoldError("the model has no attention layer", fix="serve it without Fourfold (FOURFOLD=0)")
     return layers
 
 
-def prepare(model: nn.Module, vllm_config: VllmConfig, model_config: ModelConfig) -> None:
+def prepare(model: nn.Module, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> None:
     """Give every layer its parameters, check the kernels on this machine, and log the one line."""
     settings = Settings.from_env()
-    layers = attention_layers(model)
+    layers = attention_layers(model, prefix)
     params, origin = parameters(model, layers, vllm_config, model_config, settings)
     for name, layer in layers.items():
         if name not in params:
@@ -162,7 +166,7 @@ def run(
     windows = calibration_windows(
         settings.calibration_text, tokenizer, model_config.get_vocab_size(), model_config.max_model_len
     )
-    statistics = {n: Statistics.empty(x.num_kv_heads, x.head_size, x.head_size_v) for n, x in layers.items()}
+    statistics = {x.layer_name: Statistics.empty(x.num_kv_heads, x.head_size, x.head_size_v) for x in layers.values()}
     device = next(model.parameters()).device
     with torch.inference_mode(), set_current_vllm_config(vllm_config):
         for window in windows:
@@ -172,14 +176,14 @@ def run(
             if model_config.uses_mrope:
                 positions = positions.expand(3, -1)
             with set_forward_context(
-                dict.fromkeys(layers, metadata),
+                dict.fromkeys(statistics, metadata),
                 vllm_config,
                 num_tokens=ids.numel(),
                 slot_mapping={},
                 skip_compiled=True,
             ):
                 model(ids, positions, None, None)
-    return {name: s.params() for name, s in statistics.items()}
+    return {name: statistics[x.layer_name].params() for name, x in layers.items()}
 
 
 def data_free(model: nn.Module, layers: dict[str, Attention]) -> dict[str, LayerParams]:
