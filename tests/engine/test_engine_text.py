@@ -115,6 +115,9 @@ def test_text_survives_chunks_prefixes_and_preemption(
     for name in ("chunked", "prefix", "preempted"):
         assert results[name]["calls"] == [expected, expected], name
     # Speculation verifies several tokens in one product, whose float32 sums round differently; a code that lies on the
-    # boundary can then fall to the other side.  Its text is checked for length only until that is understood.
+    # boundary can then fall to the other side, and an answer that was nearly a tie goes on differently (one in eleven
+    # here with n-grams).  A fault of the kernels would change them all.
     for name in ("ngram", "draft"):
-        assert [len(answer) for call in results[name]["calls"] for answer in call] == [32] * 2 * len(texts), name
+        for answers in results[name]["calls"]:
+            assert [len(answer) for answer in answers] == [32] * len(texts), name
+            assert sum(a == b for a, b in zip(answers, expected, strict=True)) > len(texts) / 2, name
