@@ -253,3 +253,13 @@ def test_wrong_parameters_are_refused() -> None:
     broken = replace(identity_params(2, 64, 64), key_centre=torch.full((2, 64), float("nan")))
     with pytest.raises(FourfoldError, match="not finite"):
         CpuLayer(PageLayout(16, 2, 64, 64), 4, 1.0, broken)
+
+
+def test_groups_beyond_a_work_item_are_refused() -> None:
+    with pytest.raises(FourfoldError, match="71 query heads"):  # Falcon-7B: 71 heads on one KV head
+        CpuLayer(PageLayout(16, 1, 64, 64), 71, 1.0, identity_params(1, 64, 64))
+
+
+def test_the_largest_group() -> None:
+    b = batch(64, 64, 1, 64, 16, [20])
+    assert_close(b, b.run(b.layer(), [[19], [1]]))

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -170,7 +169,6 @@ class FourfoldImpl(AttentionImpl):
         self.settings = Settings.from_env()
         self.params: LayerParams | None = None
         self._layer: CpuLayer | None = None
-        get_current_vllm_config()  # an impl outside a config context is a bug of the caller
 
     def set_params(self, params: LayerParams) -> None:
         """Give the layer its quantiser; the kernel object is made when the page is known."""

@@ -11,6 +11,9 @@ from fourfold.kernels.cpu.binding import DTYPES, Call, library
 from fourfold.layout import PageLayout
 from fourfold.quant.params import CLIPS, LayerParams
 
+MAX_GROUP = 64
+"""Query heads per KV head: ROWS of plan.h, the rows of one work item."""
+
 
 class Scratch:
     """float32 working memory, grown when needed and shared by all layers of a process (they run one after another)."""
@@ -56,7 +59,13 @@ class CpuLayer:
             raise FourfoldError("calibration does not fit the layer", why=problem, fix="calibrate this model again")
         if num_heads % layout.num_kv_heads:
             raise FourfoldError(f"{num_heads} query heads cannot share {layout.num_kv_heads} KV heads evenly")
-        self.layout, self.num_heads, self.library = layout, num_heads, library()
+        if num_heads > MAX_GROUP * layout.num_kv_heads:
+            raise FourfoldError(
+                f"{num_heads // layout.num_kv_heads} query heads share a KV head",
+                why=f"the CPU kernels hold at most {MAX_GROUP} query rows of a group at once",
+                fix="serve this model without Fourfold (FOURFOLD=0)",
+            )
+        self.layout, self.num_heads, self._lib = layout, num_heads, library()
         params = params.to("cpu")
         # the struct holds bare pointers, so the tensors must live as long as this object
         self._tensors = {
@@ -126,7 +135,7 @@ class CpuLayer:
     ) -> None:
         """Quantise new tokens [T, HK, D], [T, HK, Dv] into their slots ([T] int64) without attending."""
         call = self._prepare(cache, query_start, seq_lens, slots, key, value, key.shape[0])
-        self.library.ff_store(ctypes.byref(call))
+        self._lib.ff_store(ctypes.byref(call))
 
     def attend(
         self,
@@ -161,9 +170,9 @@ class CpuLayer:
         call.block_table, call.block_table_stride = block_table.data_ptr(), block_table.stride(0)
         call.causal = int(causal)
         pointer = ctypes.byref(call)
-        scratch = _scratch.at_least(self.library.ff_scratch_floats(pointer))
+        scratch = _scratch.at_least(self._lib.ff_scratch_floats(pointer))
         call.scratch, call.scratch_floats = scratch.data_ptr(), scratch.numel()
-        if self.library.ff_attention(pointer):
+        if self._lib.ff_attention(pointer):
             raise FourfoldError("the attention kernel was given too little scratch memory", fix="report this as a bug")
 
 
