@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 @dataclass(frozen=True, slots=True)
 class Pool:
     """The KV pool: ``total_blocks`` of ``block_size`` tokens; ``spare_tokens`` more may be held a request
-    (speculative tokens and the like)."""
+    (speculative tokens and the like).  ``shared_blocks``: how many fewer than the sum of their contexts the
+    running requests hold, because they share prefixes."""
 
     total_blocks: int
     block_size: int
     spare_tokens: int = 0
+    shared_blocks: int = 0
 
     def blocks(self, tokens: int) -> int:
         """Blocks that hold ``tokens`` tokens of one request."""

@@ -154,7 +154,7 @@ class Policy:
     def add(
         self,
         request_id: str,
-        prompt: str,
+        prompt: str | None,
         *,
         prompt_tokens: int,
         max_tokens: int,
@@ -162,7 +162,10 @@ class Policy:
         priority: int = 0,
         known_tokens: int | None = None,
     ) -> Job:
-        """Score a new request.  A ranker that fails costs the request its rank, never the engine its life."""
+        """Score a new request.  A ranker that fails costs the request its rank, never the engine its life.
+
+        A ``prompt`` of None (there is no text, only embeddings) has no rank either.
+        """
         if request_id in self.jobs:
             raise FourfoldError(f"request {request_id} is already there")
         score = self._score(prompt) if known_tokens is None else float(known_tokens)
@@ -175,8 +178,8 @@ class Policy:
         self.jobs[request_id] = job
         return job
 
-    def _score(self, prompt: str) -> float:
-        if self.ranker is None:
+    def _score(self, prompt: str | None) -> float:
+        if self.ranker is None or prompt is None:
             return float("nan")
         began = time.perf_counter()
         try:
@@ -237,11 +240,12 @@ class Policy:
         """Predicted output tokens that are still to come, at least 0."""
         return max(0.0, self._expected_total(job) - job.generated)
 
-    def may_start(self, job: Job, running: Collection[Job], pool: Pool) -> bool:
+    def may_start(self, job: Job, running: Collection[Job], pool: Pool, *, room: bool = True) -> bool:
         """Whether the first waiting job may start beside ``running`` (its prompt fits; that the caller checks).
 
         Predicted peak KV of all together must stay within the pool (``admission.peak_blocks``); a protected
         job also needs room for the worst cases of all protected ones.  An idle engine starts anything.
+        ``room``: there are free blocks for the prompt now; only then does a refusal count as a preemption avoided.
         """
         if self.protected(job):
             worst = sum(pool.blocks(other.worst_tokens) for other in running if self.protected(other))
@@ -253,8 +257,9 @@ class Policy:
         generated = np.array([j.generated for j in together], dtype=np.int64)
         context = generated + np.array([j.prompt_tokens for j in together], dtype=np.int64)
         totals = self._totals(together, generated)
-        fits = peak_blocks(context, totals - generated, pool) <= pool.total_blocks * (1.0 - self.config.headroom)
-        if not fits and job.request_id not in self._deferred:
+        limit = pool.total_blocks * (1.0 - self.config.headroom) + pool.shared_blocks
+        fits = peak_blocks(context, totals - generated, pool) <= limit
+        if not fits and room and job.request_id not in self._deferred:
             self._deferred.add(job.request_id)
             self.stats.deferred_starts += 1
         return fits
@@ -281,13 +286,36 @@ class Policy:
         Ties go to the latest arrival.  None if every job is protected (see the bound above: then no block is
         missing, as long as starts went through ``may_start``).
         """
-        open_jobs = [job for job in running if not self.protected(job)]
-        return max(open_jobs, key=lambda j: (j.priority, self.work(j), j.sequence), default=None)
+        return next(iter(self.victims(running)), None)
 
-    def preempt(self, job: Job) -> None:
-        """Note a preemption; the job keeps its arrival and is ordered by what it still has to do."""
-        job.preemptions += 1
-        self.stats.preemptions += 1
+    def victims(self, running: Iterable[Job]) -> list[Job]:
+        """The jobs that may be preempted, in the order in which ``victim`` would name one after the other."""
+        jobs = [job for job in running if not self.protected(job)]
+        if not jobs:
+            return []
+        generated = np.array([job.generated for job in jobs], dtype=np.int64)
+        expected = self.model.means[[job.bucket for job in jobs]]
+        longer = self.model.totals(np.array([job.bucket for job in jobs], dtype=np.int64), generated)
+        expected = np.where(generated > 0, np.maximum(expected, longer), expected)
+        if self.config.trust_max_tokens:
+            expected = np.minimum(expected, [job.max_tokens for job in jobs])
+        known = np.array([-1 if job.known_tokens is None else job.known_tokens for job in jobs])
+        expected = np.where(known >= 0, np.maximum(known, generated + 1), expected)
+        left = np.maximum(expected - generated, 0.0)
+        context = generated + np.array([job.prompt_tokens for job in jobs])
+        work = (left * (context + left / 2)).tolist()
+        ranked = sorted(zip(jobs, work, strict=True), key=lambda p: (p[0].priority, p[1], p[0].sequence), reverse=True)
+        return [job for job, _ in ranked]
+
+    def preempt(self, job: Job, *, counted: bool = True) -> None:
+        """Note a preemption; the job keeps its arrival and is ordered by what it still has to do.
+
+        ``counted`` is False where an operator emptied the engine: that is no sign of missing KV and uses up
+        none of the job's preemptions.
+        """
+        if counted:
+            job.preemptions += 1
+            self.stats.preemptions += 1
         job.slack = min(job.slack, self._slack(job))
 
     def finish(self, job: Job, tokens: int, *, complete: bool = True) -> None:

