@@ -127,6 +127,8 @@ class RankedMixin(Scheduler):
             self._recorder.ended(request)
         if self._ranking is not None:
             self._ranking.ended(request)
+            if self._metrics is not None and not self._ranking.policy.jobs:
+                self._metrics.publish()  # no step may follow for long
         return super()._free_request(request, *args, **kwargs)
 
     def _update_request_as_session(self, session: Request, *args: Any, **kwargs: Any) -> None:
