@@ -52,6 +52,10 @@ class Plan:
 QUICK = Plan(seconds=15.0, windows=1, window_tokens=256, min_requests=16, max_requests=60)
 
 
+RANKED = "+ranked"
+"""Ends the name of a result that was served by the ranked scheduler."""
+
+
 def pick_dtype(simd: list[str], machine_has_gpu: bool) -> str:
     """vLLM's ``auto`` (the model's dtype) where 16-bit arithmetic is fast, float32 on CPUs without it."""
     if machine_has_gpu or not simd or {"avx512_bf16", "amx_bf16", "bf16"} & set(simd):
@@ -131,13 +135,14 @@ def assemble(
     base_loops = results["bf16"]["answers"]["degenerate"]
     modes: dict[str, Any] = {}
     for name, row in results.items():
-        scores = quality["modes"][name]
+        scores = quality["modes"][name.removesuffix(RANKED)]
         answers, total = row["answers"], row["answers"]["total"]
         modes[name] = {
             "capacity_tokens": row["engine"]["capacity_tokens"],
             "kv_bytes": budget,
             "kv_bytes_allotted": row["kv_bytes_allotted"],
             **{key: row[key] for key in HEADLINE},
+            "scheduler": "ranked" if name.endswith(RANKED) else "fcfs",
             "valid": bool(row["valid"] and answers["degenerate"] <= base_loops + DEGENERATE_SLACK * total),
             "answers": answers,
             "perplexity": scores["perplexity"],
@@ -156,6 +161,11 @@ def assemble(
             f"This processor has no bfloat16 arithmetic, so both servers compute in float32, and vLLM then keeps "
             f"unquantised keys and values in 32 bits. The bf16 server was given {2 * budget / 2**20:,.0f} MiB, twice "
             f"the budget, and so holds exactly the tokens that 16 bits would in {budget / 2**20:,.0f} MiB."
+        )
+    if any(name.endswith(RANKED) for name in results):
+        notes.append(
+            "Ranked: the same load in the order of predicted work. The load asks for exact answer lengths; the "
+            "scheduler was told not to use them (FOURFOLD_TRUST_MAX_TOKENS=0) and predicts from the prompts' text."
         )
     count, arrivals = first["answers"]["total"], f"Poisson arrivals at {rate:.2f} a second"
     return {

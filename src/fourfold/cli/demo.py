@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,14 +43,20 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="a third of the load and a quarter of the text")] = False,
     calibration: Annotated[str | None, typer.Option("--calibration")] = None,
     cache_dir: Annotated[Path | None, typer.Option("--cache-dir")] = None,
+    scheduler: Annotated[
+        str, typer.Option("--scheduler", help="ranked: serve every mode a second time, shortest predicted work first")
+    ] = "fcfs",
     as_json: Annotated[bool, typer.Option("--json", help="print metrics.json")] = False,
 ) -> None:
     """Serve one model twice in the same KV memory, send both the same load, measure quality, write a report."""
     from fourfold.bench import showcase
     from fourfold.bench.models import default_model
     from fourfold.bench.record import environment as machine
+    from fourfold.cli.serve import scheduler_settings
 
-    settings = make_settings(calibration, None, cache_dir)
+    settings, flags = scheduler_settings(
+        make_settings(calibration, None, cache_dir), scheduler, None, False, None, False
+    )
     plan, budget, start = showcase.QUICK if quick else showcase.Plan(), parse_bytes(memory), time.monotonic()
     _check_out(out)
     where = machine()
@@ -57,7 +64,9 @@ def demo(
     if model is None:
         with working("building the default model …"):
             model = str(default_model(settings.cache_dir))
-    metrics = _measure(model, settings, plan, budget, block_size, dtype, request_rate, num_prompts, dataset_path, text)
+    metrics = _measure(
+        model, settings, plan, budget, block_size, dtype, request_rate, num_prompts, dataset_path, text, flags
+    )
     metrics["environment"] = where
     metrics["seconds"] = round(time.monotonic() - start, 1)
     _write(out, metrics)
@@ -91,7 +100,9 @@ def _measure(
     num_prompts: int | None,
     dataset_path: Path | None,
     text: Path | None,
+    ranked: list[str],
 ) -> dict[str, Any]:
+    """``ranked``: vLLM's flags for the ranked scheduler; empty where only vLLM's own is to serve."""
     from fourfold.bench import showcase
     from fourfold.bench.prompts import load, select
     from fourfold.bench.record import without_paths
@@ -115,10 +126,26 @@ def _measure(
     mean = sum(request.output_tokens for request in requests) / len(requests)
     results: dict[str, Any] = {}
     rate = request_rate
-    for name in MODE_NAMES:
-        results[name], rate, requests = _serve_and_load(
-            MODES[name], model, settings, plan, budget, block_size, dtype, rate, requests, mean, num_prompts
-        )
+    # lengths are exact here (ignore_eos), so max_tokens would tell the scheduler what it has to predict
+    settings = replace(settings, trust_max_tokens=False)
+    for flags in ([], ranked) if ranked else ([],):
+        for name in MODE_NAMES:
+            key = name + showcase.RANKED if flags else name
+            results[key], rate, requests = _serve_and_load(
+                MODES[name],
+                model,
+                settings,
+                plan,
+                budget,
+                block_size,
+                dtype,
+                rate,
+                requests,
+                mean,
+                num_prompts,
+                key,
+                flags,
+            )
     quality = measure(
         model,
         [MODES[name] for name in MODE_NAMES],
@@ -147,6 +174,8 @@ def _serve_and_load(
     requests: list[Any],
     mean_output: float,
     num_prompts: int | None,
+    name: str,
+    flags: list[str],
 ) -> tuple[dict[str, Any], float, list[Any]]:
     """Start a server, warm it up, find the request rate if it is not known yet, and send the load."""
     from fourfold.bench import showcase
@@ -155,11 +184,13 @@ def _serve_and_load(
     from fourfold.cli.serve import server_command
 
     port = free_port()
-    command = server_command(model, showcase.server_flags(mode, budget, dtype, port, block_size), sys.executable)
+    command = server_command(
+        model, showcase.server_flags(mode, budget, dtype, port, block_size) + flags, sys.executable
+    )
     begin = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="fourfold-demo-") as folder,
-        working(f"{mode.name}: starting vLLM …") as status,
+        working(f"{name}: starting vLLM …") as status,
     ):
         # vLLM keeps one core free for its other processes; on small machines that is half of what there is
         environ = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", **environment(mode, settings)}
@@ -168,17 +199,17 @@ def _serve_and_load(
             environ,
             Path(folder) / "server.log",
             port=port,
-            waiting=lambda seconds: status.update(f"{mode.name}: starting vLLM … {seconds:.0f} s"),
+            waiting=lambda seconds: status.update(f"{name}: starting vLLM … {seconds:.0f} s"),
         ) as url:
             started = time.monotonic() - begin
-            status.phase(f"{mode.name}: warming up …")
+            status.phase(f"{name}: warming up …")
             probe = showcase.probe_throughput(url, requests[:8])
             if rate is None:
                 rate = plan.overload * probe / mean_output
             if num_prompts is None:  # decided once, by the first server
                 requests = requests[: plan.requests(rate)]
             load = LoadSettings(request_rate=rate, seed=1, ignore_eos=True, temperature=0.7, max_degenerate=1.0)
-            title = f"{mode.name}: {len(requests)} requests at {rate:.2f}/s"
+            title = f"{name}: {len(requests)} requests at {rate:.2f}/s"
             status.phase(title)
 
             def show(seconds: float, running: float, waiting: float) -> None:
@@ -189,7 +220,7 @@ def _serve_and_load(
     result["probe_tokens_per_s"] = round(probe, 1)
     result["kv_bytes_allotted"] = showcase.allotted_bytes(mode, budget, dtype)
     held, ttft = result["engine"]["capacity_tokens"] or 0, result["ttft_mean_s"] or 0.0
-    err.print(f"{mode.name}: {held:,} KV tokens, mean TTFT {ttft:.2f} s, {result['preemptions']} preemptions")
+    err.print(f"{name}: {held:,} KV tokens, mean TTFT {ttft:.2f} s, {result['preemptions']} preemptions")
     return result, rate, requests
 
 
