@@ -1,7 +1,7 @@
 """Runs engines one after another in a process of its own: ``python child.py JOBS.json`` writes ``JOBS.json.out``.
 
 A job: {"engine": {LLM arguments}, "calls": [{"prompts": [[token ids]], "max_tokens": n | [n, …]}]}.  Its result:
-capacity, what the workers hold, the tokens of each call, and vLLM's counters.
+capacity, what the workers hold, the tokens of each call, when each request was first scheduled, and vLLM's counters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     defaults = {"skip_tokenizer_init": True, "enforce_eager": True, "dtype": "float32", "disable_log_stats": False}
     llm = LLM(**{**defaults, **job["engine"]})
     cache = llm.llm_engine.vllm_config.cache_config
-    result: dict[str, Any] = {"blocks": cache.num_gpu_blocks, "block_size": cache.block_size, "calls": []}
+    result: dict[str, Any] = {
+        "blocks": cache.num_gpu_blocks,
+        "block_size": cache.block_size,
+        "calls": [],
+        "started": [],
+    }
     result["layers"] = llm.apply_model(look)[0]
     for call in job.get("calls", []):
         prompts, limits = call["prompts"], call["max_tokens"]
@@ -41,6 +46,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         params = [SamplingParams(max_tokens=n, temperature=0.0, detokenize=False, ignore_eos=True) for n in limits]
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         result["calls"].append([list(o.outputs[0].token_ids) for o in outputs])
+        result["started"].append([o.metrics.scheduled_ts if o.metrics else None for o in outputs])
     wanted = ("num_preemptions", "prefix_cache_hits", "spec_decode_num_accepted_tokens", "spec_decode_num_drafts")
     result["counters"] = {
         m.name.removeprefix("vllm:"): m.value
