@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -239,3 +240,53 @@ def test_nan_scores_are_served_first_come():
 
     job = _add(Policy(Nan()), "x", "1", 3.0)
     assert job.slack == 0.0
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 400), st.integers(0, 500), st.integers(0, 2), st.integers(0, 2), st.booleans()),
+        max_size=12,
+    ),
+    st.booleans(),
+)
+def test_victims_are_named_by_priority_and_work_one_after_the_other(rows, trust):
+    policy = Policy(NumberRanker(), PolicyConfig(max_preemptions=2, trust_max_tokens=trust))
+    jobs = []
+    for i, (length, generated, priority, preemptions, known) in enumerate(rows):
+        more = {"priority": priority, "known_tokens": length if known else None, "max_tokens": 450}
+        job = _add(policy, f"{i}", f"{length}", 0.0, **more)
+        job.generated, job.preemptions = generated, preemptions
+        jobs.append(job)
+    left, named = list(jobs), []
+    while (victim := policy.victim(left)) is not None:
+        named.append(victim)
+        left.remove(victim)
+    assert named == policy.victims(jobs)
+    assert all(policy.protected(job) for job in left)
+    keys = [(job.priority, policy.work(job)) for job in named]
+    assert all(a[0] > b[0] or (a[0] == b[0] and a[1] >= b[1] - 1e-6) for a, b in itertools.pairwise(keys))
+
+
+def test_an_operators_reset_uses_up_no_preemption():
+    policy = Policy(NumberRanker(), PolicyConfig(max_preemptions=1))
+    job = _add(policy, "a", "300", 0.0)
+    slack = job.slack
+    job.generated = 200
+    policy.preempt(job, counted=False)
+    assert (job.preemptions, policy.stats.preemptions) == (0, 0)
+    assert job.slack < slack
+
+
+def test_shared_blocks_and_room_for_the_prompt():
+    policy = Policy(NumberRanker(), PolicyConfig(headroom=0.0))
+    first, second = _add(policy, "first", "390", 0.0), _add(policy, "second", "390", 0.0)
+    assert not policy.may_start(second, [first], Pool(40, 16), room=False)
+    assert policy.stats.deferred_starts == 0
+    assert policy.may_start(second, [first], Pool(40, 16, shared_blocks=20))
+
+
+def test_a_request_without_text_has_no_rank():
+    policy = Policy(NumberRanker())
+    assert _add(policy, "embeddings", None, 3.0).slack == 0.0
+    assert (policy.stats.scored, policy.stats.ranker_failures) == (0, 0)
