@@ -1,9 +1,15 @@
-"""Why a program that we started stopped, told from its log."""
+"""Why a program that we started stopped, told from its log; and modules run in a process of their own."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fourfold.errors import FourfoldError
 
 _PREFIX = re.compile(r"^(?:\([\w ]+pid=\d+\)\s*)?(?:\[rank\d+\]:\s?)?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]+\]\s*)?")
 """vLLM's process and log prefixes."""
@@ -19,3 +25,23 @@ def explain(log: Sequence[str], lines: int = 12) -> str:
     if said:
         return said[0].split(": ", 1)[1] if said[0].startswith("fourfold.") else said[0]
     return "the end of its log says:\n" + "\n".join(log[-lines:])
+
+
+def run_module(module: str, argument: Path, what: str, *, fix: str = "", env: Mapping[str, str] | None = None) -> None:
+    """Run ``python -m module argument`` to its end, with ``env`` added to the environment.
+
+    For work that is slow to import, prints to stdout or should give its memory back.
+
+    Raises:
+        FourfoldError: it failed; ``what`` says what did, its output why.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", module, str(argument)],
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode:
+        raise FourfoldError(what, why=explain((done.stdout + done.stderr).splitlines()), fix=fix)

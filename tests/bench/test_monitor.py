@@ -16,7 +16,7 @@ from fourfold.bench.load import LoadSettings, flags, statistics, summarise
 from fourfold.bench.monitor import Series, describe, parse_metrics, total
 from fourfold.bench.server import free_port, running_server, stop
 from fourfold.errors import FourfoldError
-from fourfold.logs import explain
+from fourfold.logs import explain, run_module
 
 TEXT = """# HELP vllm:num_requests_running Number of requests
 # TYPE vllm:num_requests_running gauge
@@ -149,3 +149,11 @@ def test_explain_finds_the_first_exception_that_says_something() -> None:
     ours = "[rank0]: fourfold.errors.FourfoldError: pages differ. Why: a. What to do: b."
     assert explain(["x", ours]) == "pages differ. Why: a. What to do: b."
     assert explain(["a", "b"]).endswith("a\nb")
+
+
+def test_a_module_that_fails_says_why(tmp_path: Path) -> None:
+    (tmp_path / "good.json").write_text("{}")
+    run_module("json.tool", tmp_path / "good.json", "the JSON is broken")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(FourfoldError, match=r"(?s)the JSON is broken\. Why: .*line 1 column 2"):
+        run_module("json.tool", tmp_path / "bad.json", "the JSON is broken")

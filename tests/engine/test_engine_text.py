@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from fourfold.bench.server import free_port, running_server
 from fourfold.cli.serve import server_command
@@ -85,16 +88,31 @@ def test_alone_and_in_batches_and_over_http(
         assert asyncio.run(ask(url)) == all33
 
 
-@pytest.mark.timeout(900)
-def test_text_survives_chunks_prefixes_and_preemption(
-    engines: Engines, smollm2: str, token_ids: Callable[[str], list[int]]
+def weak_drafter(model: str, folder: Path) -> str:
+    """``model`` with noise on its weights: about half of its drafts are wrong."""
+    shutil.copytree(model, folder)
+    g = torch.Generator().manual_seed(0)
+    for path in folder.glob("*.safetensors"):
+        weights = load_file(path)
+        for name, w in weights.items():
+            if w.dim() == 2:
+                noise = torch.randn(w.shape, generator=g)
+                weights[name] = (w.float() + 0.15 * w.float().std() * noise).to(w.dtype)
+        save_file(weights, path, metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.timeout(1200)
+def test_text_survives_chunks_prefixes_preemption_and_speculation(
+    engines: Engines, smollm2: str, token_ids: Callable[[str], list[int]], tmp_path: Path
 ) -> None:
     texts = prompts(token_ids, 10)
     # answers that repeat themselves, so that n-gram drafts are sometimes right
     texts += [token_ids("one two three four one two three four one two three four one two")]
     call = {"prompts": texts, "max_tokens": 32}
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    draft = {"method": "draft_model", "model": smollm2, "num_speculative_tokens": 2, "max_model_len": 1024}
+    drafter = weak_drafter(smollm2, tmp_path / "drafter")
+    draft = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 2, "max_model_len": 1024}
     names = {
         "plain": engine(smollm2),
         "chunked": engine(smollm2, max_num_batched_tokens=80, max_num_seqs=16),
@@ -109,16 +127,9 @@ def test_text_survives_chunks_prefixes_and_preemption(
     counters = {name: result["counters"] for name, result in results.items()}
     assert counters["preempted"]["num_preemptions"] > 0
     assert counters["prefix"]["prefix_cache_hits"] > 0
-    assert counters["ngram"]["spec_decode_num_accepted_tokens"] > 0
-    assert counters["draft"]["spec_decode_num_accepted_tokens"] > 0
+    for name, drafted in (("ngram", 3), ("draft", 2)):  # some drafts are right and some are wrong
+        accepted, drafts = (counters[name][f"spec_decode_num_{what}"] for what in ("accepted_tokens", "drafts"))
+        assert 0 < accepted < drafted * drafts, name
     expected = results["plain"]["calls"][0]
-    for name in ("chunked", "prefix", "preempted"):
-        assert results[name]["calls"] == [expected, expected], name
-    # Speculation verifies several tokens in one product, whose float32 sums round differently; a code that lies on the
-    # boundary can then fall to the other side, and an answer that was nearly a tie goes on differently (one in eleven
-    # here with n-grams).  A fault of the kernels would change them all.
-    for name in ("ngram", "draft"):
-        for answers in results[name]["calls"]:
-            assert [len(answer) for answer in answers] == [32] * len(texts), name
-            if name == "ngram":
-                assert sum(a == b for a, b in zip(answers, expected, strict=True)) > len(texts) / 2
+    for name, result in results.items():
+        assert result["calls"] == [expected, expected], name

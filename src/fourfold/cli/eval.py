@@ -74,21 +74,7 @@ def measure(
         return evaluate(model, tokens, plan, vocabulary=len(words), divergence=divergence, progress=show)
 
 
-def _run(
-    divergence: bool, model: str, kv: str, out: Path | None, as_json: bool, settings: Settings, **options: Any
-) -> None:
-    modes = parse_modes(kv)
-    if divergence and "bf16" not in [mode.name for mode in modes]:
-        modes = parse_modes(f"bf16,{kv}")
-    options["kv_bytes"] = parse_bytes(options["kv_bytes"])
-    result = measure(model, modes, settings, divergence=divergence, **options)
-    if out:
-        from fourfold.files import write_json
-
-        write_json(out, result)
-    if as_json:
-        emit_json(result)
-        return
+def _print_table(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -104,64 +90,58 @@ def _run(
     Console(highlight=False).print(table)
 
 
-@app.command()
-@reports_errors
-def perplexity(
-    model: Model,
-    kv: Kv = "bf16,fourfold",
-    text: Text = None,
-    windows: Windows = 4,
-    window_tokens: WindowTokens = 512,
-    chunk_tokens: Chunk = None,
-    dtype: Dtype = "auto",
-    block_size: BlockSize = None,
-    kv_cache_memory_bytes: KvBytes = "512M",
-    calibration: Calibration = None,
-    prefill: Prefill = None,
-    out: Out = None,
-    as_json: Json = False,
-) -> None:
-    """Perplexity of a text per KV mode."""
-    options: dict[str, Any] = {
-        "text": text,
-        "windows": windows,
-        "window_tokens": window_tokens,
-        "chunk_tokens": chunk_tokens,
-        "dtype": dtype,
-        "block_size": block_size,
-        "kv_bytes": kv_cache_memory_bytes,
-    }
-    _run(False, model, kv, out, as_json, make_settings(calibration, prefill, None), **options)
+def _add(name: str, summary: str, *, divergence: bool) -> None:
+    """Add a command on windows of text; perplexity and KL take the same options."""
+
+    @app.command(name, help=summary)
+    @reports_errors
+    def command(
+        model: Model,
+        kv: Kv = "bf16,fourfold",
+        text: Text = None,
+        windows: Windows = 4,
+        window_tokens: WindowTokens = 512,
+        chunk_tokens: Chunk = None,
+        dtype: Dtype = "auto",
+        block_size: BlockSize = None,
+        kv_cache_memory_bytes: KvBytes = "512M",
+        calibration: Calibration = None,
+        prefill: Prefill = None,
+        out: Out = None,
+        as_json: Json = False,
+    ) -> None:
+        modes, settings = parse_modes(kv), make_settings(calibration, prefill, None)
+        if divergence and "bf16" not in [mode.name for mode in modes]:
+            modes = parse_modes(f"bf16,{kv}")
+        result = measure(
+            model,
+            modes,
+            settings,
+            text=text,
+            windows=windows,
+            window_tokens=window_tokens,
+            divergence=divergence,
+            dtype=dtype,
+            chunk_tokens=chunk_tokens,
+            block_size=block_size,
+            kv_bytes=parse_bytes(kv_cache_memory_bytes),
+        )
+        if out:
+            from fourfold.files import write_json
+
+            write_json(out, result)
+        if as_json:
+            emit_json(result)
+        else:
+            _print_table(result)
 
 
-@app.command()
-@reports_errors
-def kl(
-    model: Model,
-    kv: Kv = "bf16,fourfold",
-    text: Text = None,
-    windows: Windows = 4,
-    window_tokens: WindowTokens = 512,
-    chunk_tokens: Chunk = None,
-    dtype: Dtype = "auto",
-    block_size: BlockSize = None,
-    kv_cache_memory_bytes: KvBytes = "512M",
-    calibration: Calibration = None,
-    prefill: Prefill = None,
-    out: Out = None,
-    as_json: Json = False,
-) -> None:
-    """KL divergence of the next-token distributions against 16-bit KV, over the whole vocabulary; and perplexity."""
-    options: dict[str, Any] = {
-        "text": text,
-        "windows": windows,
-        "window_tokens": window_tokens,
-        "chunk_tokens": chunk_tokens,
-        "dtype": dtype,
-        "block_size": block_size,
-        "kv_bytes": kv_cache_memory_bytes,
-    }
-    _run(True, model, kv, out, as_json, make_settings(calibration, prefill, None), **options)
+_add("perplexity", "Perplexity of a text per KV mode.", divergence=False)
+_add(
+    "kl",
+    "KL divergence of the next-token distributions against 16-bit KV, over the whole vocabulary; and perplexity.",
+    divergence=True,
+)
 
 
 @app.command()

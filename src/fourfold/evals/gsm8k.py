@@ -8,8 +8,6 @@ after ``####`` equals the reference's (``exact_match``); ``exact_match_flexible`
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -19,7 +17,7 @@ from typing import Any
 from fourfold.errors import FourfoldError
 from fourfold.evals.stats import paired_difference, wilson
 from fourfold.files import write_json
-from fourfold.logs import explain
+from fourfold.logs import run_module
 
 EXAMPLES = (
     (
@@ -146,20 +144,13 @@ def run(
         }
         path = write_json(folder / "job.json", job)
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
-        done = subprocess.run(
-            [sys.executable, "-m", "fourfold.evals.gsm8k", str(path)],
-            env={**os.environ, **offline, "FOURFOLD": "0", "TOKENIZERS_PARALLELISM": "false"},
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
+        run_module(
+            "fourfold.evals.gsm8k",
+            path,
+            "lm-evaluation-harness stopped",
+            fix="pip install 'fourfold[eval]'",
+            env={**offline, "FOURFOLD": "0", "TOKENIZERS_PARALLELISM": "false"},
         )
-        if done.returncode:
-            raise FourfoldError(
-                "lm-evaluation-harness stopped",
-                why=explain((done.stdout + done.stderr).splitlines()),
-                fix="pip install 'fourfold[eval]'",
-            )
         rows = json.loads(answers.read_text(encoding="utf-8"))
     if len(rows) != len(questions):
         raise FourfoldError(f"lm-evaluation-harness answered {len(rows)} of {len(questions)} questions")

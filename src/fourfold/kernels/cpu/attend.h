@@ -1,5 +1,8 @@
 // Scores and weighted sums over one tile of tokens, for codes as they lie in the page and for float tiles.
 //
+// A row's result does not depend, to the last bit, on how many rows are computed beside it: every sum runs over the same
+// terms in the same order in every instantiation, and powers of two are exact.
+//
 // Inside a tile a row of D elements lives in padded(D) "slots" (v, i, lane): nibble i of 32-bit word 8v + lane of a code
 // row.  One mask and one conversion turn eight words into eight floats.  Nibble i stays where it is in its word, so its
 // float is code * 16^i; the power is taken off the query beforehand (scores) or off the sum afterwards (values).
@@ -37,7 +40,7 @@ struct Codes {
   }
 };
 
-// Dequantised rows, [TILE][slots].
+// Rows as floats, [TILE][slots]: codes that have been unpacked, or values.
 struct Floats {
   const float* data;
   int slots;
@@ -100,7 +103,7 @@ inline void sum_part(const Source& value, const float* p, int v, int count, cons
   for (int r = 0; r < RB; r++)
     for (int i = 0; i < IN; i++) {
       float* at = o[r] + 64 * v + 8 * (I0 + i);
-      const f8 sum = Source::packed ? acc[r][i] * splat(1.f / power16(I0 + i)) - splat(offset[r]) : acc[r][i];
+      const f8 sum = (Source::packed ? acc[r][i] * splat(1.f / power16(I0 + i)) : acc[r][i]) - splat(offset[r]);
       store(at, load(at) * splat(alpha[r]) + sum);
     }
 }
@@ -136,6 +139,17 @@ inline void for_row_blocks(int rows, const Body& body) {
       case 3: if constexpr (BLOCK > 3) body.template run<3>(r); break;
     }
   }
+}
+
+// Adds one KV split's partial result to another's: rows of `slots` sums, the maximum, the sum of weights.  Never inlined,
+// so that both callers round alike (a compiler may fuse either product of a sum of two).
+__attribute__((noinline)) void fold(float* into, const float* part, int slots) {
+  if (part[slots] == -INFINITY) return;
+  const float top = std::fmax(into[slots], part[slots]);
+  const float a = std::exp(into[slots] - top), b = std::exp(part[slots] - top);
+  for (int e = 0; e < slots; e += 8) store(into + e, load(into + e) * splat(a) + load(part + e) * splat(b));
+  into[slots + 1] = into[slots + 1] * a + part[slots + 1] * b;
+  into[slots] = top;
 }
 
 // One row's share of an online softmax over a tile.  In: s[0..count) scores.  Tokens outside [lo, hi) of the tile get no

@@ -126,31 +126,54 @@ class Layer {
     }
   };
 
+  // One query tile against the splits of its item.  Splits and tiles begin at fixed tokens and are folded in their order,
+  // whether one item or several compute them, and every row goes through the same sums: a query's output depends, to the
+  // last bit, neither on the rows beside it nor on the rest of the batch.  So text does not depend on how a prompt is cut
+  // into chunks or on how many drafts are verified at once.
   void attend_item(const Item& item, float* tile, float* s) {
+    const int R = item.count * p.G, width = p.SV + 2;
+    float* out = c.scratch + item.out;
+    std::vector<float> part;
+    for (int from = item.begin, to; from == item.begin || from < item.end; from = to) {
+      to = std::min(item.end, (from / SPLIT + 1) * SPLIT);
+      if (from == item.begin) {
+        attend_split(item, from, to, tile, s, out);
+        continue;
+      }
+      part.resize((size_t)R * width);
+      attend_split(item, from, to, tile, s, part.data());
+      for (int r = 0; r < R; r++) fold(out + (size_t)r * width, part.data() + (size_t)r * width, p.SV);
+    }
+  }
+
+  void attend_split(const Item& item, int begin, int end, float* tile, float* s, float* out) {
     const int R = item.count * p.G, h = item.kv_head, q0 = c.query_start[item.sequence];
     const int n_new = c.query_start[item.sequence + 1] - q0, L = c.seq_lens[item.sequence];
     const int raw_from = c.raw && c.key ? std::max(0, L - n_new) : INT32_MAX;
-    const bool packed = R <= DIRECT && raw_from >= item.end;
+    const bool coded = raw_from >= item.end, packed = coded && R <= DIRECT;
     const float* q[ROWS];
-    float *o[ROWS], m[ROWS], l[ROWS], alpha[ROWS], offset[ROWS], q_sum[DIRECT], sink_score[DIRECT];
+    float *o[ROWS], m[ROWS], l[ROWS], alpha[ROWS], offset[ROWS] = {}, q_sum[ROWS], sink_score[ROWS];
+    alignas(32) float sink_key[MAX_D], sink_value[MAX_D];
+    for (int x = 0; x < p.SK; x++) sink_key[x] = k_at[x] < p.D ? c.sink_key[(size_t)h * p.D + k_at[x]] : 0.f;
+    for (int x = 0; x < p.SV; x++) sink_value[x] = v_at[x] < p.DV ? c.sink_value[(size_t)h * p.DV + v_at[x]] : 0.f;
     std::vector<float> scaled(packed ? (size_t)R * p.SK : 0);
     for (int r = 0; r < R; r++) {
       q[r] = c.scratch + p.q_rows + ((int64_t)(q0 + item.first + r / p.G) * c.heads + h * p.G + r % p.G) * p.SK;
-      o[r] = c.scratch + item.out + (int64_t)r * (p.SV + 2);
+      o[r] = out + (int64_t)r * (p.SV + 2);
       std::fill(o[r], o[r] + p.SV, 0.f);
       m[r] = -INFINITY, l[r] = 0.f;
+      if (!coded) continue;
+      f8 total = splat(0.f), at_sink = splat(0.f);
+      for (int x = 0; x < p.SK; x += 8) total += load(q[r] + x), at_sink += load(q[r] + x) * load(sink_key + x);
+      q_sum[r] = sum(total), sink_score[r] = sum(at_sink);
       if (!packed) continue;
-      float total = 0.f, at_sink = 0.f, *row = scaled.data() + (size_t)r * p.SK;
-      for (int x = 0; x < p.SK; x++) {
-        total += q[r][x];
-        if (k_at[x] < p.D) at_sink += q[r][x] * c.sink_key[(size_t)h * p.D + k_at[x]];
-        row[x] = q[r][x] / power16(x / 8 % 8);
-      }
-      q_sum[r] = total, sink_score[r] = at_sink, q[r] = row;
+      float* row = scaled.data() + (size_t)r * p.SK;
+      for (int x = 0; x < p.SK; x += 8) store(row + x, load(q[r] + x) * splat(1.f / power16(x / 8 % 8)));
+      q[r] = row;
     }
     const int32_t* pages = c.block_table + item.sequence * c.block_table_stride;
-    for (int t0 = item.begin; t0 < item.end; t0 += TILE) {
-      const int n = std::min(TILE, item.end - t0), count = (n + 7) / 8 * 8;
+    for (int t0 = begin; t0 < end; t0 += TILE) {
+      const int n = std::min(TILE, end - t0), count = (n + 7) / 8 * 8;
       Codes kc, vc;
       const uint16_t *ks[TILE / SUB], *vs[TILE / SUB];
       kc.row = p.D / 2, vc.row = p.DV / 2;
@@ -163,13 +186,13 @@ class Layer {
         vs[j] = (const uint16_t*)(page + c.v_scales) + slot;
       }
       Floats kf{tile, p.SK}, vf{tile + (size_t)TILE * p.SK, p.SV};
-      if (!packed) fill_tile(h, t0, n, raw_from, q0 - (L - n_new), kc, vc, ks, vs, tile);
+      if (!packed) fill_tile(h, t0, n, coded, raw_from, q0 - (L - n_new), kc, vc, ks, vs, tile);
       Step step{q, s, &kc, &vc, kf, vf, {p.SK / 64, p.SV / 64}, count, alpha, offset, o, packed, false};
       if (packed) for_row_blocks<3>(R, step);
       else for_row_blocks<2>(R, step);
       for (int r = 0; r < R; r++) {
         float* row = s + r * TILE;
-        if (packed) {
+        if (coded) {
           for (int t = 0; t < count; t += 8)
             store(row + t, (load(row + t) - splat(ZERO_POINT * q_sum[r])) * halves(ks[t / SUB] + t % SUB));
           if (t0 == 0) row[0] += sink_score[r];
@@ -178,7 +201,7 @@ class Layer {
         const int hi = std::min(n, c.causal ? position + 1 - t0 : L - t0);
         const int lo = c.window > 0 ? (int)std::max<int64_t>(0, position + 1 - c.window - t0) : 0;
         alpha[r] = softmax_tile(row, count, lo, hi, c.soft_cap, m[r], l[r]);
-        if (packed) {
+        if (coded) {
           const float first = row[0];
           f8 total = splat(0.f);
           for (int t = 0; t < count; t += 8) {
@@ -193,30 +216,32 @@ class Layer {
       step.second = true;
       if (packed) for_row_blocks<3>(R, step);
       else for_row_blocks<4>(R, step);
-      if (packed && t0 == 0)
+      if (coded && t0 == 0)
         for (int r = 0; r < R; r++)
-          for (int x = 0; x < p.SV; x++)
-            if (v_at[x] < p.DV) o[r][x] += sink_score[r] * c.sink_value[(size_t)h * p.DV + v_at[x]];
+          for (int x = 0; x < p.SV; x += 8)
+            store(o[r] + x, load(o[r] + x) + splat(sink_score[r]) * load(sink_value + x));
     }
     for (int r = 0; r < R; r++) o[r][p.SV] = m[r], o[r][p.SV + 1] = l[r];
   }
 
-  // Dequantises (or, for the call's own tokens in raw mode, copies) tokens [t0, t0 + n) of one head.
-  void fill_tile(int h, int t0, int n, int raw_from, int raw_row, const Codes& kc, const Codes& vc,
+  // Tokens [t0, t0 + n) of one head as floats.  With `coded` the bare codes: scales, zero point and sink enter the scores and
+  // weights as they do for codes in place.  Otherwise the values, the call's own tokens unquantised (raw mode).
+  void fill_tile(int h, int t0, int n, bool coded, int raw_from, int raw_row, const Codes& kc, const Codes& vc,
                  const uint16_t* const* ks, const uint16_t* const* vs, float* tile) const {
     for (int kv = 0; kv < 2; kv++) {
       const int slots = kv ? p.SV : p.SK, D = kv ? p.DV : p.D;
       const Codes& codes = kv ? vc : kc;
       float* out = tile + (kv ? (size_t)TILE * p.SK : 0);
-      for (int t = 0; t < TILE; t++, out += slots) {
+      for (int t = 0; t < (n + 7) / 8 * 8; t++, out += slots) {
         if (t >= n) {
           std::fill(out, out + slots, 0.f);
+        } else if (coded) {
+          unpack(codes, t, slots / 64, 0.f, 1.f, out);
         } else if (t0 + t >= raw_from) {
           const float* row = c.scratch + (kv ? p.v_rows : p.k_rows) + ((int64_t)(t0 + t + raw_row) * c.kv_heads + h) * slots;
           std::copy(row, row + slots, out);
         } else {
-          const float scale = half_to_float((kv ? vs : ks)[t / SUB][t % SUB]);
-          unpack(codes, t, slots / 64, scale, out);
+          unpack(codes, t, slots / 64, ZERO_POINT, half_to_float((kv ? vs : ks)[t / SUB][t % SUB]), out);
           if (t0 + t == 0) {
             const float* sink = (kv ? c.sink_value : c.sink_key) + (size_t)h * D;
             const std::vector<int>& at = kv ? v_at : k_at;
@@ -229,15 +254,15 @@ class Layer {
   }
 
   template <int I>
-  static void unpack_nibble(const Codes& codes, int t, int v, float scale, float* out) {
-    store(out + 64 * v + 8 * I, (codes.get<I>(t, v) * splat(1.f / power16(I)) - splat(ZERO_POINT)) * splat(scale));
+  static void unpack_nibble(const Codes& codes, int t, int v, float zero, float scale, float* out) {
+    store(out + 64 * v + 8 * I, (codes.get<I>(t, v) * splat(1.f / power16(I)) - splat(zero)) * splat(scale));
   }
-  static void unpack(const Codes& codes, int t, int vectors, float scale, float* out) {
+  static void unpack(const Codes& codes, int t, int vectors, float zero, float scale, float* out) {
     for (int v = 0; v < vectors; v++) {
-      unpack_nibble<0>(codes, t, v, scale, out), unpack_nibble<1>(codes, t, v, scale, out);
-      unpack_nibble<2>(codes, t, v, scale, out), unpack_nibble<3>(codes, t, v, scale, out);
-      unpack_nibble<4>(codes, t, v, scale, out), unpack_nibble<5>(codes, t, v, scale, out);
-      unpack_nibble<6>(codes, t, v, scale, out), unpack_nibble<7>(codes, t, v, scale, out);
+      unpack_nibble<0>(codes, t, v, zero, scale, out), unpack_nibble<1>(codes, t, v, zero, scale, out);
+      unpack_nibble<2>(codes, t, v, zero, scale, out), unpack_nibble<3>(codes, t, v, zero, scale, out);
+      unpack_nibble<4>(codes, t, v, zero, scale, out), unpack_nibble<5>(codes, t, v, zero, scale, out);
+      unpack_nibble<6>(codes, t, v, zero, scale, out), unpack_nibble<7>(codes, t, v, zero, scale, out);
     }
   }
 
@@ -248,17 +273,11 @@ class Layer {
     for (int r0 = 0; r0 < R; r0 += 4) {
       const int rows = std::min(4, R - r0);
       for (int r = 0; r < rows; r++) {
-        const float* first = c.scratch + tile.out + (r0 + r) * width;
-        float top = -INFINITY, total = 0.f, sum_[MAX_D] = {};
-        for (int k = 0; k < tile.splits; k++) top = std::fmax(top, first[k * R * width + p.SV]);
-        for (int k = 0; k < tile.splits && top > -INFINITY; k++) {
-          const float* o = first + k * R * width;
-          const float w = std::exp(o[p.SV] - top);
-          total += w * o[p.SV + 1];
-          for (int e = 0; e < p.SV; e += 8) store(sum_ + e, load(sum_ + e) + splat(w) * load(o + e));
-        }
+        float* o = c.scratch + tile.out + (r0 + r) * width;
+        for (int k = 1; k < tile.splits; k++) fold(o, o + k * R * width, p.SV);
+        const float total = o[p.SV + 1];
         for (int s = 0; s < p.SV; s++)
-          if (v_at[s] < p.DV) x[r][v_at[s]] = total > 0.f ? sum_[s] / total : 0.f;
+          if (v_at[s] < p.DV) x[r][v_at[s]] = total > 0.f ? o[s] / total : 0.f;
       }
       multiply(x, rows, p.DV, c.value_inverse, y);
       for (int r = 0; r < rows; r++) {

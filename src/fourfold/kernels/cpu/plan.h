@@ -8,9 +8,9 @@
 
 namespace ff {
 
-constexpr int SPLIT = 1024;  // tokens per KV split: fixed, so that a result does not depend on the rest of the batch
+constexpr int SPLIT = 1024;  // tokens per KV split, at multiples of it; see Layer::attend_item on why that is fixed
 constexpr int ROWS = 64;     // query rows (tokens x heads of a group) of a tile
-constexpr int DIRECT = 8;    // up to this many rows attend to codes in place; more share a dequantised tile
+constexpr int DIRECT = 8;    // up to this many rows attend to codes in place; more share a tile of unpacked codes
 
 struct Item {  // one query tile against one KV split
   int sequence, kv_head, first, count;  // new tokens [first, first + count) of the sequence
@@ -42,7 +42,7 @@ struct Plan {
         const int count = std::min(step, n - first);
         const int end = c.causal ? std::max(0, L - n + first + count) : L;
         int begin = c.window > 0 ? std::max<int64_t>(0, L - n + first - c.window + 1) : 0;
-        begin = begin / SUB * SUB;
+        begin = begin / TILE * TILE;
         const bool split = count * G <= ROWS / 2 && end - begin > SPLIT;
         for (int h = 0; h < c.kv_heads; h++) {
           Tile tile{s, h, first, count, 0, at};
