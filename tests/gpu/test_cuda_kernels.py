@@ -207,7 +207,8 @@ def test_dequantised_pages_are_the_codecs_rows(cuda):
     key, value = (torch.full((103, 2, 80), float("nan"), dtype=torch.bfloat16, device=cuda) for _ in range(2))
     lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=cuda)
     start = torch.tensor([0, 70, 70], dtype=torch.int32, device=cuda)
-    dequantise(batch.cache.to(cuda), batch.table.to(cuda), lengths, start, key, value, layout, params.to(cuda), end=70)
+    sinks = params.sink_key.to(cuda), params.sink_value.to(cuda)
+    dequantise(batch.cache.to(cuda), batch.table.to(cuda), lengths, start, key, value, layout, *sinks, end=70)
     k, v, ks, vs = codec.page_views(batch.cache, layout)
     row = 0
     for b, n in enumerate(batch.lengths):

@@ -25,6 +25,7 @@ from fourfold.quant.params import LayerParams
 from fourfold.quant.text import calibration_windows
 from fourfold.vllm_plugin import selfcheck
 from fourfold.vllm_plugin.attention import CalibrationMetadata, FourfoldImpl
+from fourfold.vllm_plugin.compat import ask_for_page, seam
 from fourfold.vllm_plugin.identity import calibration_path, describe
 
 logger = init_logger("vllm.fourfold")
@@ -62,6 +63,9 @@ def refuse(model_config: ModelConfig) -> None:
             )
 
 
+_BACKEND_FIX = "pass --attention-backend CUSTOM (`fourfold serve` does), or serve it without Fourfold (FOURFOLD=0)"
+
+
 def attention_layers(model: nn.Module, prefix: str = "") -> dict[str, Attention]:
     """The model's attention layers; every one must be ours.
 
@@ -76,7 +80,7 @@ def attention_layers(model: nn.Module, prefix: str = "") -> dict[str, Attention]
             raise FourfoldError(
                 f"layer {name} ({type(module).__name__}) is not served from 4-bit pages",
                 why="a model is held in 4-bit pages as a whole or not at all",
-                fix="serve it without Fourfold (FOURFOLD=0)",
+                fix=_BACKEND_FIX if seam().name == "A" else "serve it without Fourfold (FOURFOLD=0)",
             )
         layers[module.layer_name.removeprefix(f"{prefix}.")] = module
     if not layers:
@@ -102,7 +106,8 @@ def prepare(model: nn.Module, vllm_config: VllmConfig, model_config: ModelConfig
         problem = own.check(layer.num_kv_heads, layer.head_size, layer.head_size_v)
         if problem:
             raise FourfoldError(f"calibration does not fit {name}", why=problem, fix="calibrate this model again")
-        layer.impl.set_params(own)
+        layer.impl.set_params(own.uncentred() if layer.impl.logits_soft_cap else own)
+        ask_for_page(layer)
     error = selfcheck.check([layer.impl for layer in layers.values()], model_config.dtype)
     logger.info("%s", describe(layers, origin, error, settings, vllm_config))
 

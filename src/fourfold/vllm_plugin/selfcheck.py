@@ -61,19 +61,10 @@ def _one(impl: FourfoldImpl, dtype: torch.dtype) -> float:
     query = random(TOKENS, impl.num_heads, impl.head_size)
     key = random(TOKENS, impl.num_kv_heads, impl.head_size)
     value = random(TOKENS, impl.num_kv_heads, params.head_size_v)
-    output = torch.full((TOKENS, impl.num_heads, params.head_size_v), float("nan"), dtype=dtype)
     table = torch.arange(pages - 1, -1, -1, dtype=torch.int32)[None].contiguous()
     position = torch.arange(TOKENS)
     slots = table[0, position // BLOCK].long() * BLOCK + position % BLOCK
-    lengths = torch.tensor([TOKENS], dtype=torch.int32)
-    kernel = impl.kernel(layout)
-    start = torch.tensor([0, TOKENS], dtype=torch.int32)
-    kernel.store(key, value, cache, slots, start, lengths)
-    # decode rather than prefill: only the last token's query, everything read from the page
-    one = torch.tensor([0, 1], dtype=torch.int32)
-    kernel.attend(
-        query[-1:], None, None, cache, output[-1:], query_start=one, seq_lens=lengths, block_table=table, slots=None
-    )
+    outputs = impl.last_token(layout, query, key, value, cache, table, slots)
     expected = reference.attend(
         query[-1:].double().numpy(),
         cache.numpy(),
@@ -89,4 +80,4 @@ def _one(impl: FourfoldImpl, dtype: torch.dtype) -> float:
         soft_cap=impl.logits_soft_cap or 0.0,
         window=impl.sliding_window or 0,
     )
-    return float(np.linalg.norm(output[-1:].double().numpy() - expected) / np.linalg.norm(expected))
+    return max(float(np.linalg.norm(o.double().numpy() - expected) / np.linalg.norm(expected)) for o in outputs)

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -93,33 +92,83 @@ def cached_cubin(name: str, defines: Mapping[str, int], capability: tuple[int, i
     return cubin
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A loaded kernel that takes one structure by value."""
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h."""
 
-    function: Any
-    name: str
-    dependent: bool
-    """Launched so that it may start while its predecessor drains (sm_90); it waits for it by itself."""
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+
+@functools.cache
+def _launcher() -> Any:
+    """``cuLaunchKernelEx`` through ctypes: a launch through the bindings' objects costs several times as much, and
+    between graphs the engine waits for every launch."""
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function.argtypes = (ctypes.c_void_p,) * 4
+    function.restype = ctypes.c_int
+    return function
+
+
+class Kernel:
+    """A loaded kernel that takes one structure by value.
+
+    Args:
+        handle: CUfunction as an integer.
+        dependent: launched so that it may start while its predecessor drains (sm_90); it waits for it by itself.
+    """
+
+    __slots__ = (
+        "_attribute",
+        "_config",
+        "_config_address",
+        "_launch",
+        "_pointer",
+        "_pointer_address",
+        "handle",
+        "name",
+    )
+
+    def __init__(self, handle: int, name: str, dependent: bool) -> None:
+        self.handle, self.name = handle, name
+        self._launch, self._config, self._pointer = _launcher(), _Config(), (ctypes.c_void_p * 1)()
+        self._attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
+        self._attribute.value[0] = 1
+        self._config.attributes = ctypes.pointer(self._attribute)
+        self._config.attribute_count = int(dependent)
+        self._config_address = ctypes.addressof(self._config)
+        self._pointer_address = ctypes.addressof(self._pointer)
 
     def launch(
-        self, grid: tuple[int, ...], threads: int, shared: int, arguments: ctypes.Structure, stream: int
+        self, grid: tuple[int, int, int], threads: int, shared: int, arguments: ctypes.Structure, stream: int
     ) -> None:
-        """Queue on a stream (its handle as an integer); captured if the stream is capturing."""
-        driver, _ = _bindings()
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = shared
-        config.hStream = driver.CUstream(stream)
-        if self.dependent:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        status = driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0)
-        _checked((*status, None), f"launch of {self.name} with grid {grid}, {shared} bytes shared")
+        """Queue on a stream (its handle as an integer); captured if the stream is capturing.  Not thread-safe."""
+        config = self._config
+        config.grid[:] = grid
+        config.block[:] = (threads, 1, 1)
+        config.shared, config.stream = shared, stream
+        self._pointer[0] = ctypes.addressof(arguments)
+        status = self._launch(self._config_address, self.handle, self._pointer_address, None)
+        if status:
+            raise FourfoldError(
+                f"launch of {self.name} with grid {grid} and {shared} bytes of shared memory failed",
+                why=f"CUDA driver error {status}",
+                fix="run `fourfold doctor` and check the GPU driver",
+            )
 
 
 @functools.cache
@@ -140,7 +189,7 @@ def _load(name: str, defines: tuple[tuple[str, int], ...], device: int, shared: 
         if shared > 48 * 1024:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked((*driver.cuFuncSetAttribute(function, attribute, shared), None), f"shared memory of {name}")
-    return Kernel(function, name, dependent and capability >= (9, 0))
+    return Kernel(int(function), name, dependent and capability >= (9, 0))
 
 
 def load(

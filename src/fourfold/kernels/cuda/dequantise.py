@@ -13,7 +13,6 @@ import torch
 
 from fourfold.kernels.cuda.compile import load, pointer, stream_of, structure
 from fourfold.layout import PageLayout
-from fourfold.quant.params import LayerParams
 
 _Args = structure(
     "DequantiseArgs",
@@ -32,7 +31,8 @@ def dequantise(
     key: torch.Tensor,
     value: torch.Tensor,
     layout: PageLayout,
-    params: LayerParams,
+    sink_key: torch.Tensor,
+    sink_value: torch.Tensor,
     *,
     begin: int = 0,
     end: int,
@@ -43,7 +43,7 @@ def dequantise(
         cache: [pages, HK, head_page_bytes] uint8; block_table: [B, pages] int32; lengths: [B] int32.
         start: [B] int32 or longer, row of ``key`` and ``value`` where each sequence's token ``begin`` goes.
         key: [rows, HK, D], value: [rows, HK, Dv], float16 or bfloat16, contiguous.
-        params: on the GPU; its sink centres are added to token 0.
+        sink_key: [HK, D], sink_value: [HK, Dv] float32, added to token 0.
         begin: a multiple of 16; end: at least the longest length, or where this piece of the context ends.
     """
     if begin % 16:
@@ -63,7 +63,7 @@ def dequantise(
         cache.stride(1),
         pointer(block_table),
         block_table.stride(0),
-        *map(pointer, (lengths, start, params.sink_key, params.sink_value, key, value)),
+        *map(pointer, (lengths, start, sink_key, sink_value, key, value)),
         layout.num_kv_heads,
         begin,
         end,

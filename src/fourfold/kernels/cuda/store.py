@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from ctypes import c_int, c_longlong, c_void_p
 
 import torch
 
-from fourfold.kernels.cuda.compile import load, pointer, stream_of, structure
+from fourfold.kernels.cuda.compile import Kernel, load, pointer, stream_of, structure
 from fourfold.kernels.cuda.pack import PackedParams, chunks
 from fourfold.layout import PageLayout
 
@@ -33,7 +34,41 @@ _Args = structure(
         ("kv_heads", c_int),
     ],
 )
+_PositionArgs = structure(
+    "PositionArgs",
+    [(n, c_void_p) for n in ("lengths", "q_start", "out")] + [("batch", c_int), ("tokens", c_int)],
+)
 _BLOCK_TOKENS = 128
+
+
+def write_positions(lengths: torch.Tensor, query_start: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the position of each new token into ``out`` [T] int64; -1 for tokens of no sequence.
+
+    Args:
+        lengths: [B] int32, new tokens included; query_start: [B + 1] int32, not decreasing.
+    """
+    if not out.numel():
+        return
+    kernel = load("positions", {"ACT_BF16": 1}, out.device, dependent=False)
+    arguments = _PositionArgs(*map(pointer, (lengths, query_start, out)), lengths.numel(), out.numel())
+    kernel.launch((-(-out.numel() // 256), 1, 1), 256, 0, arguments, stream_of(out.device))
+
+
+@functools.cache
+def _prepare(
+    layout: PageLayout, sink: bool, metric: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[Kernel, int, int]:
+    """Kernel, bytes of shared memory, and the most thread blocks of a head that are resident at once."""
+    d, dv = layout.head_size, layout.head_size_v
+    defines = {
+        "D": d, "DV": dv, "PS": layout.block_size, "SINK": int(sink), "METRIC_KEYS": int(metric),
+        "TABLES_SHARED": int(metric and d <= 128), "ACT_BF16": int(dtype == torch.bfloat16),
+    }  # fmt: skip
+    shared = max(n // 8 * chunks(n) * 512 for n in (d, dv))
+    if metric:
+        shared = max(shared, d // 8 * chunks(d) * 512 + (d * d * 2 if d <= 128 else 0) + d * 64 + d * 4)
+    resident = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return load("store", defines, device, shared), shared, max(resident // (2 * layout.num_kv_heads), 1)
 
 
 def store(
@@ -57,25 +92,9 @@ def store(
     if tokens == 0:
         return
     device = key.device
-    defines = {
-        "D": layout.head_size,
-        "DV": layout.head_size_v,
-        "PS": layout.block_size,
-        "SINK": int(params.sink),
-        "METRIC_KEYS": int(params.metric_keys),
-        "TABLES_SHARED": 0,
-        "ACT_BF16": int(params.dtype == torch.bfloat16),
-    }
-    d, dv = layout.head_size, layout.head_size_v
-    shared = max(n // 8 * chunks(n) * 512 for n in (d, dv))
-    if params.metric_keys:
-        defines["TABLES_SHARED"] = int(d <= 128)
-        shared = max(shared, d // 8 * chunks(d) * 512 + (d * d * 2 if d <= 128 else 0) + d * 64 + d * 4)
-    kernel = load("store", defines, device, shared)
+    kernel, shared, per_head = _prepare(layout, params.sink, params.metric_keys, params.dtype, device)
     blocks = -(-tokens // _BLOCK_TOKENS)
-    per_head = torch.cuda.get_device_properties(device).multi_processor_count * 2 // (2 * layout.num_kv_heads)
-    grid = min(blocks, max(per_head, 1))
-    grid = -(-blocks // -(-blocks // grid))  # the same number of blocks for each
+    grid = -(-blocks // -(-blocks // min(blocks, per_head)))  # the same number of blocks for each
     arguments = _Args(
         pointer(key),
         pointer(value),
@@ -94,4 +113,4 @@ def store(
         tokens,
         layout.num_kv_heads,
     )
-    kernel.launch((grid, 2 * layout.num_kv_heads), 256, shared, arguments, stream_of(device))
+    kernel.launch((grid, 2 * layout.num_kv_heads, 1), 256, shared, arguments, stream_of(device))
