@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
+import itertools
+
 from kernel_cases import Batch, make_params, relative_error
 
 from fourfold.kernels.cuda.prefill import COMPUTE, Prefill, plan_prefill, workspace_tokens
@@ -24,7 +26,7 @@ def dense(query, key, value, *, query_start, key_start, max_query, max_key, caus
     outs, lses = [], []
     starts = zip(query_start.tolist(), key_start.tolist(), strict=True)
     spans = list(starts)
-    for (q0, k0), (q1, k1) in zip(spans, spans[1:], strict=False):
+    for (q0, k0), (q1, k1) in itertools.pairwise(spans):
         assert q1 - q0 <= max_query
         assert k1 - k0 <= max_key
         q = query[q0:q1].float()
@@ -158,4 +160,4 @@ def test_pieces_cover_every_query_and_key_once(chunks, window, raw):
         first_visible = max(0, length - query - window + 1) if window else 0
         assert spans[0][0] <= first_visible
         assert spans[-1][1] == length
-        assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))

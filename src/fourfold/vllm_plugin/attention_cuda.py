@@ -180,19 +180,22 @@ class CudaImpl(FourfoldImpl):
             scale=self.scale, soft_cap=self.soft_cap, window=self.window,
         )  # fmt: skip
 
-    def _reserve(self, query: torch.Tensor) -> None:
-        """In the profiling run: take the most memory that any step will, so that vLLM leaves it out of the pool."""
+    def reserve(self) -> None:
+        """Take the most workspace that any step will: graphs keep its address, so it must not grow later."""
         if self.dtype == torch.float32:
             return
         layout = PageLayout(16, self.num_kv_heads, self.head_size, self.head_size)
         most = _scratch_bytes(self.decode(layout), self.max_sequences, self.max_queries, self.max_rows)
-        _workspace(((most,), torch.uint8), device=query.device)
+        _workspace(((most,), torch.uint8), device=self.device)
         rows = (self.workspace_rows, self.num_kv_heads, self.head_size)
-        _workspace((rows, COMPUTE), (rows, COMPUTE), device=query.device)
+        _workspace((rows, COMPUTE), (rows, COMPUTE), device=self.device)
+
+    def _profile(self, query: torch.Tensor) -> None:
+        """In the profiling run: use the most memory that any step will, so that vLLM leaves it out of the pool."""
+        self.reserve()
         # a chunk's transformed queries, dense outputs and their float32 rotation
-        size = query.numel()
-        del_me = [torch.empty(size, dtype=d, device=query.device) for d in (COMPUTE, COMPUTE, COMPUTE, torch.float32)]
-        del del_me
+        parts = [torch.empty(query.numel(), dtype=d, device=query.device) for d in (COMPUTE, COMPUTE, COMPUTE)]
+        parts.append(torch.empty(query.numel(), dtype=torch.float32, device=query.device))
 
     def forward(
         self,
@@ -208,7 +211,7 @@ class CudaImpl(FourfoldImpl):
     ) -> torch.Tensor:
         """query [T, H, D], key [T, HK, D], value [T, HK, D] -> output [T, H, D], written in place."""
         if attn_metadata is None:
-            self._reserve(query)
+            self._profile(query)
             return output.fill_(0)
         if isinstance(attn_metadata, CalibrationMetadata):
             return self.calibrate(layer, query, key, value, attn_metadata, output)

@@ -65,6 +65,7 @@ class CudaBuilder(AttentionMetadataBuilder[CudaMetadata]):
         self.decode, self.numbers = {}, {}
         if not self.float32:
             for window, impl in self.by_window.items():
+                impl.reserve()
                 decode = self.decode[window] = impl.decode(layout)
                 most = max(
                     decode.plan_numbers(batch, n)
