@@ -76,6 +76,16 @@ def test_sequences_may_have_different_query_lengths(cuda):
     assert relative_error(decode(batch, params, cuda), batch.oracle(params, 128**-0.5)) < LIMIT[torch.bfloat16]
 
 
+@pytest.mark.parametrize(("head_size", "heads"), [(64, 6), (128, 8), (256, 4)])
+def test_short_chunks_run_as_decodes(cuda, head_size, heads):
+    """Hundreds of query rows a sequence, chunks of different lengths, with and without context."""
+    batch = Batch(
+        PageLayout(16, 2, head_size, head_size), [180, 512, 40, 700], [180, 30, 3, 256], heads, torch.bfloat16
+    )
+    params = make_params(2, head_size, head_size, sink=True, metric=False)
+    assert relative_error(decode(batch, params, cuda), batch.oracle(params, head_size**-0.5)) < LIMIT[torch.bfloat16]
+
+
 @pytest.mark.parametrize(("soft_cap", "window"), [(20.0, 0), (0.0, 1), (0.0, 33), (15.0, 100)])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_soft_cap_and_window(cuda, soft_cap, window, drafts):

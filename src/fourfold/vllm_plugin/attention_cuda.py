@@ -23,7 +23,7 @@ from fourfold.kernels.cuda.store import store
 from fourfold.layout import HEAD_SIZES, MAX_BLOCK, PageLayout
 from fourfold.quant.params import LayerParams
 from fourfold.vllm_plugin.attention import CalibrationMetadata, FourfoldImpl
-from fourfold.vllm_plugin.metadata_cuda import CudaBuilder, CudaMetadata
+from fourfold.vllm_plugin.metadata_cuda import SHORT_CHUNK, SHORT_CHUNKS, CudaBuilder, CudaMetadata, Part
 
 MAX_GROUP = 16
 """Query heads per KV head that the kernels are tested with."""
@@ -115,8 +115,13 @@ def _flash_version(head_size: int) -> int | None:
 
 @functools.cache
 def _scratch_bytes(decode: Decode, sequences: int, queries: int, rows: int) -> int:
-    """Most scratch that any batch of up to ``sequences`` needs: it is not monotone, the cut changes with the batch."""
-    return max(decode.scratch_bytes(rows, batch, n) for n in range(1, queries + 1) for batch in range(1, sequences + 1))
+    """Most scratch that decodes of up to ``sequences``, or short chunks, need.
+
+    Tried one by one: the cut changes with the batch, so it does not simply grow.
+    """
+    decodes = ((rows, batch, n) for n in range(1, queries + 1) for batch in range(1, sequences + 1))
+    chunks = ((batch * n, batch, n) for n in range(1, SHORT_CHUNK + 1) for batch in range(1, SHORT_CHUNKS + 1))
+    return max(decode.scratch_bytes(*shape) for shape in (*decodes, *chunks))
 
 
 @functools.cache
@@ -165,6 +170,11 @@ class CudaImpl(FourfoldImpl):
     def decode(self, layout: PageLayout) -> Decode:
         """The decode kernels for pages of ``layout``."""
         return decode_kernel(layout, self.num_heads, self.scale, self.dtype, self.device, self.soft_cap, self.window)
+
+    @property
+    def sink(self) -> bool:
+        """Whether position 0 has its own centre."""
+        return self._packed is not None and self._packed.sink
 
     def set_params(self, params: LayerParams) -> None:
         """Give the layer its quantiser, and the GPU its copies: before vLLM measures what is left for the pool."""
@@ -250,19 +260,28 @@ class CudaImpl(FourfoldImpl):
         assert self._prefill is not None
         if stores:
             store(key, value, cache, m.slots, m.positions, layout, self._packed)
-        if m.decodes:
-            n = m.decode_tokens
-            decode, plan = self.decode(layout), m.plans[self.window]
-            (scratch,) = _workspace(
-                ((decode.scratch_bytes(n, m.decodes, plan.max_query),), torch.uint8), device=query.device
-            )
-            decode(query[:n], cache, m.block_table, plan, self._packed, output[:n], scratch)
+        if m.parts:
+            decode = self.decode(layout)
+            space = m.space.get(decode)
+            if space is None:
+                most = max(
+                    decode.scratch_bytes(p.rows.stop - p.rows.start, p.sequences, p.plans[self.window].max_query)
+                    for p in m.parts
+                )
+                space = m.space[decode] = _workspace(((most,), torch.uint8), device=self.device)
+            for part in m.parts:
+                decode(
+                    query[part.rows], cache, part.table, part.plans[self.window], self._packed, output[part.rows],
+                    space[0],
+                )  # fmt: skip
         pieces = m.pieces.get(self.window)
         if pieces:
-            rows = max((piece.keys for piece in pieces if not piece.raw), default=1)
-            shape = (rows, self.num_kv_heads, self.head_size)
-            space = _workspace((shape, COMPUTE), (shape, COMPUTE), device=query.device)
-            self._prefill(query, key, value, cache, m.block_table, m.lengths, pieces, layout, output, space)
+            dense = m.space.get(self.window)
+            if dense is None:
+                rows = max((piece.keys for piece in pieces if not piece.raw), default=1)
+                shape = (rows, self.num_kv_heads, self.head_size)
+                dense = m.space[self.window] = _workspace((shape, COMPUTE), (shape, COMPUTE), device=self.device)
+            self._prefill(query, key, value, cache, m.block_table, m.lengths, pieces, layout, output, dense)
 
     def last_token(
         self,
@@ -274,29 +293,29 @@ class CudaImpl(FourfoldImpl):
         table: torch.Tensor,
         slots: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """See ``FourfoldImpl.last_token``: once as the end of a chunk, once as a decode."""
+        """See ``FourfoldImpl.last_token``: as the end of a chunk in either path, and as a decode."""
         device, tokens = self.device, len(key)
         q, k, v, pages, slot, blocks = (x.to(device) for x in (query, key, value, cache, slots, table))
         lengths = torch.tensor([tokens], dtype=torch.int32, device=device)
         outputs = []
-        for chunk in (True, False):
-            n = tokens if chunk else 1
+        for path in ("dense chunk", "short chunk", "decode"):
+            n = 1 if path == "decode" else tokens
             start = torch.tensor([0, n], dtype=torch.int32, device=device)
             metadata = CudaMetadata(
                 num_tokens=n, max_query=n, lengths=lengths, query_start=start, block_table=blocks,
                 slots=slot[-n:], positions=torch.arange(tokens - n, tokens, device=device),
-                decodes=0 if chunk else 1, decode_tokens=0 if chunk else 1,
             )  # fmt: skip
             if self.dtype != torch.float32:
-                if chunk:
+                if path == "dense chunk":
                     metadata.pieces[self.window] = plan_prefill(
                         [tokens], [tokens], first_sequence=0, first_row=0, workspace=self.workspace_rows,
                         window=self.window, raw=False, device=device,
                     )  # fmt: skip
                 else:
-                    metadata.plans[self.window] = self.decode(layout).plan(lengths, start, 1)
+                    plans = {self.window: self.decode(layout).plan(lengths, start, n)}
+                    metadata.parts.append(Part(slice(0, n), blocks, plans))
             out = torch.full((n, *query.shape[1:]), float("nan"), dtype=query.dtype, device=device)
-            self._run(layout, q[-n:], k[-n:], v[-n:], pages, metadata, out, stores=chunk)
+            self._run(layout, q[-n:], k[-n:], v[-n:], pages, metadata, out, stores=path == "dense chunk")
             outputs.append(out[-1:].cpu())
         cache.copy_(pages)
         return outputs

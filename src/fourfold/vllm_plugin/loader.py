@@ -19,6 +19,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from fourfold.config import Settings
 from fourfold.errors import FourfoldError
+from fourfold.layout import MAX_BLOCK, MIN_BLOCK
 from fourfold.quant import files
 from fourfold.quant.calibration import Statistics, bias_params
 from fourfold.quant.params import LayerParams
@@ -108,7 +109,10 @@ def prepare(model: nn.Module, vllm_config: VllmConfig, model_config: ModelConfig
             raise FourfoldError(f"calibration does not fit {name}", why=problem, fix="calibrate this model again")
         layer.impl.set_params(own.uncentred() if layer.impl.logits_soft_cap else own)
         ask_for_page(layer)
-    error = selfcheck.check([layer.impl for layer in layers.values()], model_config.dtype)
+    # the engine's own page where it is known already: what this compiles is then what serves
+    block = vllm_config.cache_config.block_size
+    block = block if block and block % 16 == 0 and block <= MAX_BLOCK else MIN_BLOCK
+    error = selfcheck.check([layer.impl for layer in layers.values()], model_config.dtype, block)
     logger.info("%s", describe(layers, origin, error, settings, vllm_config))
 
 
@@ -171,8 +175,10 @@ def run(
     windows = calibration_windows(
         settings.calibration_text, tokenizer, model_config.get_vocab_size(), model_config.max_model_len
     )
-    statistics = {x.layer_name: Statistics.empty(x.num_kv_heads, x.head_size, x.head_size_v) for x in layers.values()}
     device = next(model.parameters()).device
+    statistics = {
+        x.layer_name: Statistics.empty(x.num_kv_heads, x.head_size, x.head_size_v, device) for x in layers.values()
+    }
     with torch.inference_mode(), set_current_vllm_config(vllm_config):
         for window in windows:
             metadata = CalibrationMetadata([len(s) for s in window], statistics)

@@ -1,15 +1,14 @@
-"""Kernels from source: NVRTC, a cache of cubins on disk, loaded functions and their launch."""
+"""Kernels from source: NVRTC, a cache of cubins on disk, loaded functions."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -92,83 +91,13 @@ def cached_cubin(name: str, defines: Mapping[str, int], capability: tuple[int, i
     return cubin
 
 
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute of cuda.h."""
+class Kernel(NamedTuple):
+    """A loaded kernel: CUfunction as an integer, its name, and whether it is launched so that it may start while its
+    predecessor drains (sm_90; it waits for it by itself)."""
 
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig of cuda.h."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("attribute_count", ctypes.c_uint),
-    )
-
-
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6
-
-
-@functools.cache
-def _launcher() -> Any:
-    """``cuLaunchKernelEx`` through ctypes: a launch through the bindings' objects costs several times as much, and
-    between graphs the engine waits for every launch."""
-    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-    function.argtypes = (ctypes.c_void_p,) * 4
-    function.restype = ctypes.c_int
-    return function
-
-
-class Kernel:
-    """A loaded kernel that takes one structure by value.
-
-    Args:
-        handle: CUfunction as an integer.
-        dependent: launched so that it may start while its predecessor drains (sm_90); it waits for it by itself.
-    """
-
-    __slots__ = (
-        "_attribute",
-        "_config",
-        "_config_address",
-        "_launch",
-        "_pointer",
-        "_pointer_address",
-        "handle",
-        "name",
-    )
-
-    def __init__(self, handle: int, name: str, dependent: bool) -> None:
-        self.handle, self.name = handle, name
-        self._launch, self._config, self._pointer = _launcher(), _Config(), (ctypes.c_void_p * 1)()
-        self._attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
-        self._attribute.value[0] = 1
-        self._config.attributes = ctypes.pointer(self._attribute)
-        self._config.attribute_count = int(dependent)
-        self._config_address = ctypes.addressof(self._config)
-        self._pointer_address = ctypes.addressof(self._pointer)
-
-    def launch(
-        self, grid: tuple[int, int, int], threads: int, shared: int, arguments: ctypes.Structure, stream: int
-    ) -> None:
-        """Queue on a stream (its handle as an integer); captured if the stream is capturing.  Not thread-safe."""
-        config = self._config
-        config.grid[:] = grid
-        config.block[:] = (threads, 1, 1)
-        config.shared, config.stream = shared, stream
-        self._pointer[0] = ctypes.addressof(arguments)
-        status = self._launch(self._config_address, self.handle, self._pointer_address, None)
-        if status:
-            raise FourfoldError(
-                f"launch of {self.name} with grid {grid} and {shared} bytes of shared memory failed",
-                why=f"CUDA driver error {status}",
-                fix="run `fourfold doctor` and check the GPU driver",
-            )
+    handle: int
+    name: str
+    dependent: bool
 
 
 @functools.cache
@@ -198,11 +127,6 @@ def load(
     """Compile (or read from the cache) and load a kernel on a device; calls with equal arguments share it."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return _load(name, tuple(sorted(defines.items())), index, shared, dependent)
-
-
-def structure(name: str, fields: Sequence[tuple[str, Any]]) -> type[ctypes.Structure]:
-    """A ctypes structure laid out as the kernel's ``Args``."""
-    return type(name, (ctypes.Structure,), {"_fields_": list(fields)})
 
 
 def pointer(tensor: torch.Tensor | None) -> int:

@@ -10,54 +10,40 @@ Everything is safe in CUDA graphs: grids and scratch depend on ``max_batch`` siz
 from __future__ import annotations
 
 import math
-from ctypes import Structure, c_float, c_int, c_longlong, c_void_p
 from dataclasses import dataclass, field
 
 import torch
 
 from fourfold.errors import FourfoldError
-from fourfold.kernels.cuda.compile import Kernel, load, pointer, stream_of, structure
+from fourfold.kernels.cuda.compile import Kernel, load, pointer, stream_of
+from fourfold.kernels.cuda.launch import Launch
 from fourfold.kernels.cuda.pack import QUERY_GAIN, PackedParams, chunks, query_scale
 from fourfold.kernels.cuda.tiling import WARPS, Tiling, choose_tiling
 from fourfold.layout import PageLayout
 
 _LOG2E = math.log2(math.e)
-_PlanArgs = structure(
-    "PlanArgs",
-    [(n, c_void_p) for n in ("lengths", "q_start", "cum", "runs", "meta")]
-    + [(n, c_int) for n in ("batch", "n_runs", "unit", "window", "min_units")],
-)
-_QueryArgs = structure(
-    "QueryArgs",
-    [("q", c_void_p), ("q_stride", c_longlong)]
-    + [(n, c_void_p) for n in ("wq", "sink", "out", "aux")]
-    + [("tokens", c_int), ("kv_heads", c_int), ("scale", c_float), ("sink_scale", c_float)],
-)
-_DecodeArgs = structure(
-    "DecodeArgs",
-    [("cache", c_void_p), ("page_stride", c_longlong), ("head_stride", c_longlong)]
-    + [("table", c_void_p), ("table_stride", c_int)]
-    + [(n, c_void_p) for n in ("lengths", "q_start", "cum", "runs", "q", "aux", "po", "pm")]
-    + [(n, c_int) for n in ("batch", "kv_heads", "row_blocks", "rows", "slots", "window")]
-    + [("k_factor", c_float), ("cap", c_float)],
-)
-_MergeArgs = structure(
-    "MergeArgs",
-    [(n, c_void_p) for n in ("po", "pm", "cum", "meta", "q_start", "wo", "centre", "sink", "out")]
-    + [("out_stride", c_longlong)]
-    + [(n, c_int) for n in ("batch", "kv_heads", "row_blocks", "rows", "rows_block", "slots", "take")],
-)
+_PLAN = "PPPPPiiiii"
+"""lengths, query_start, cum, runs, meta, batch, runs, unit, window, least units."""
+_QUERY = "PqPPPPiiff"
+"""q and its stride, wq, sink, out, aux, tokens, KV heads, scale, sink's scale."""
+_DECODE = "PqqPiPPPPPPPPiiiiiiff"
+"""cache and its strides, table and its stride, the plan's four, q, aux, po, pm, six sizes, k_factor, cap."""
+_MERGE = "PPPPPPPPPqiiiiiii"
+"""po, pm, cum, meta, query_start, wo, centre, sink, out and its stride, seven sizes."""
 
 
 @dataclass(slots=True)
-class _Launches:
-    """The three launches of a layer; only what differs between the layers of a step is set again."""
+class _Step:
+    """The three launches of a layer, and those of their arguments that all layers of a step share."""
 
-    kernels: tuple[Kernel, Kernel, Kernel]
-    grids: tuple[tuple[int, int, int], ...]
-    threads: tuple[int, int, int]
-    shared: int
-    arguments: tuple[Structure, Structure, Structure]
+    query: Launch
+    decode: Launch
+    merge: Launch
+    query_tail: tuple[float, ...]
+    decode_plan: tuple[int, ...]
+    decode_tail: tuple[float, ...]
+    merge_plan: tuple[int, ...]
+    merge_tail: tuple[int, ...]
     scratch: tuple[int, ...]
 
 
@@ -80,7 +66,7 @@ class Plan:
     n_runs: int
     row_blocks: int
     tiling: Tiling
-    launches: dict[tuple[Decode, int, bool], _Launches] = field(default_factory=dict)
+    steps: dict[tuple[Decode, int, bool], _Step] = field(default_factory=dict)
 
 
 class Decode:
@@ -120,11 +106,18 @@ class Decode:
         self.multiprocessors = properties.multi_processor_count
         self.shared_limit = properties.shared_memory_per_multiprocessor
         self.bf16 = int(dtype == torch.bfloat16)
+        self._tilings: dict[tuple[bool, int], Tiling] = {}
 
     def tiling(self, batch: int, max_query: int) -> Tiling:
         """The cut for ``batch`` sequences of at most ``max_query`` query tokens."""
         few = 2 * batch * self.layout.num_kv_heads <= self.multiprocessors
-        return self.forced_tiling or choose_tiling(self.layout, max_query * self.group, self.shared_limit, few)
+        if self.forced_tiling:
+            return self.forced_tiling
+        found = self._tilings.get((few, max_query))
+        if found is None:
+            found = choose_tiling(self.layout, max_query * self.group, self.shared_limit, few)
+            self._tilings[few, max_query] = found
+        return found
 
     def runs(self, batch: int, max_query: int) -> tuple[int, int]:
         """Runs a KV head and row block (the fixed split count), and row blocks."""
@@ -157,10 +150,10 @@ class Decode:
             numbers = torch.empty(count, dtype=torch.int32, device=self.device)
         runs, cum, meta = numbers[: 8 * n_runs], numbers[8 * n_runs : count - 1], numbers[count - 1 : count]
         unit = WARPS * 16 * tiling.tokens
-        arguments = _PlanArgs(
-            *map(pointer, (lengths, query_start, cum, runs, meta)), batch, n_runs, unit, self.window, 1
-        )
-        kernel.launch((1, 1, 1), 1024, 0, arguments, stream_of(self.device))
+        Launch(kernel, _PLAN, (1, 1, 1), 1024)(
+            stream_of(self.device), *map(pointer, (lengths, query_start, cum, runs, meta)), batch, n_runs, unit,
+            self.window, 1,
+        )  # fmt: skip
         return Plan(lengths, query_start, cum, runs, meta, max_query, n_runs, row_blocks, tiling)
 
     def scratch_bytes(self, tokens: int, batch: int, max_query: int) -> int:
@@ -195,69 +188,65 @@ class Decode:
             scratch: uint8, at least ``scratch_bytes``; allocated here if None.
         """
         key = (self, query.shape[0], params.sink)
-        launches = plan.launches.get(key)
-        if launches is None:
-            launches = plan.launches[key] = self._prepare(plan, *key[1:])
-        sizes, stream = launches.scratch, stream_of(self.device)
+        step = plan.steps.get(key)
+        if step is None:
+            step = plan.steps[key] = self._prepare(plan, *key[1:])
         if scratch is None:
-            scratch = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+            scratch = torch.empty(sum(step.scratch), dtype=torch.uint8, device=self.device)
+        stream = stream_of(self.device)
         q = scratch.data_ptr()
-        aux = q + sizes[0]
-        po = aux + sizes[1]
-        pm = po + sizes[2]
-        first, second, third = launches.arguments
-        first.q, first.q_stride, first.wq = query.data_ptr(), query.stride(0), params.wq.data_ptr()
-        first.out, first.aux = q, aux
-        second.cache, second.page_stride, second.head_stride = cache.data_ptr(), cache.stride(0), cache.stride(1)
-        second.table, second.table_stride = block_table.data_ptr(), block_table.stride(0)
-        second.q, second.aux, second.po, second.pm = q, aux, po, pm
-        third.po, third.pm, third.wo, third.centre = po, pm, params.wo.data_ptr(), params.value_centre.data_ptr()
-        third.out, third.out_stride = out.data_ptr(), out.stride(0)
-        if params.sink:
-            first.sink, third.sink = params.sink_key.data_ptr(), params.sink_value.data_ptr()
-        shared = (0, launches.shared, 0)
-        for kernel, grid, threads, size, arguments in zip(
-            launches.kernels, launches.grids, launches.threads, shared, launches.arguments, strict=True
-        ):
-            kernel.launch(grid, threads, size, arguments, stream)
+        aux = q + step.scratch[0]
+        po = aux + step.scratch[1]
+        pm = po + step.scratch[2]
+        sink_key, sink_value = params.sink_addresses
+        step.query(stream, query.data_ptr(), query.stride(0), params.wq.data_ptr(), sink_key, q, aux, *step.query_tail)
+        step.decode(
+            stream, cache.data_ptr(), cache.stride(0), cache.stride(1), block_table.data_ptr(), block_table.stride(0),
+            *step.decode_plan, q, aux, po, pm, *step.decode_tail,
+        )  # fmt: skip
+        step.merge(
+            stream, po, pm, *step.merge_plan, params.wo.data_ptr(), params.value_centre.data_ptr(), sink_value,
+            out.data_ptr(), out.stride(0), *step.merge_tail,
+        )  # fmt: skip
 
-    def _prepare(self, plan: Plan, tokens: int, sink: bool) -> _Launches:
-        layout, tiling, heads = self.layout, plan.tiling, self.layout.num_kv_heads
-        d, batch = layout.head_size, plan.lengths.numel()
+    def kernels(self, tiling: Tiling, sink: bool) -> tuple[Kernel, Kernel, Kernel]:
+        """query, decode and merge for one cut, compiled if need be; ``sink``: position 0 has its own centre."""
+        layout = self.layout
         common = {"GROUP": self.group, "SINK": int(sink), "ACT_BF16": self.bf16}
-        rows, rows_block = plan.max_query * self.group, 8 * tiling.row_tiles
-        slots, shared = plan.n_runs + batch, tiling.shared(layout)
         defines = {
-            "D": d, "DV": layout.head_size_v, "NB": tiling.row_tiles, "NT": tiling.tokens, "ST": tiling.stages,
-            "PS": layout.block_size, "SOFTCAP": int(self.soft_cap > 0), "WINDOW": int(self.window > 0),
-            "MINB": tiling.blocks, **common,
+            "D": layout.head_size, "DV": layout.head_size_v, "NB": tiling.row_tiles, "NT": tiling.tokens,
+            "ST": tiling.stages, "PS": layout.block_size, "SOFTCAP": int(self.soft_cap > 0),
+            "WINDOW": int(self.window > 0), "MINB": tiling.blocks, **common,
         }  # fmt: skip
         # The first kernel starts after everything queued before it has ended; so the second may read pages and plan
         # before it waits for the first.
-        kernels = (
-            load("query", {"D": d, **common}, self.device, dependent=False),
-            load("decode", defines, self.device, shared),
+        return (
+            load("query", {"D": layout.head_size, **common}, self.device, dependent=False),
+            load("decode", defines, self.device, tiling.shared(layout)),
             load("merge", {"DV": layout.head_size_v, **common}, self.device),
         )
+
+    def _prepare(self, plan: Plan, tokens: int, sink: bool) -> _Step:
+        layout, tiling, heads = self.layout, plan.tiling, self.layout.num_kv_heads
+        d, batch = layout.head_size, plan.lengths.numel()
+        rows, rows_block = plan.max_query * self.group, 8 * tiling.row_tiles
+        slots = plan.n_runs + batch
+        query, decode, merge = self.kernels(tiling, sink)
         cap = self.soft_cap * _LOG2E if self.soft_cap > 0 else 1.0
-        query = _QueryArgs(tokens=tokens, kv_heads=heads, scale=query_scale(self.scale), sink_scale=self.scale * _LOG2E)
-        decode = _DecodeArgs(
-            lengths=pointer(plan.lengths), q_start=pointer(plan.query_start), cum=pointer(plan.cum),
-            runs=pointer(plan.runs), batch=batch, kv_heads=heads, row_blocks=plan.row_blocks, rows=rows, slots=slots,
-            window=self.window, k_factor=2.0**24 / QUERY_GAIN / cap, cap=cap,
-        )  # fmt: skip
         total = batch * rows
         take = next((t for t in (16, 8, 4, 2) if -(-total // t) * heads >= self.multiprocessors), 1)
-        merge = _MergeArgs(
-            cum=pointer(plan.cum), meta=pointer(plan.meta), q_start=pointer(plan.query_start), batch=batch,
-            kv_heads=heads, row_blocks=plan.row_blocks, rows=rows, rows_block=rows_block, slots=slots, take=take,
-        )  # fmt: skip
-        grid = min(-(-tokens * self.group // 16), max(self.multiprocessors * 4 // heads, 1))
-        return _Launches(
-            kernels=kernels,
-            grids=((grid, heads, 1), (plan.n_runs, heads * plan.row_blocks, 1), (-(-total // take), heads, 1)),
-            threads=(256 if d > 128 else 128, WARPS * 32, 256),
-            shared=shared,
-            arguments=(query, decode, merge),
+        blocks = min(-(-tokens * self.group // 16), max(self.multiprocessors * 4 // heads, 1))
+        grid, shared = (plan.n_runs, heads * plan.row_blocks, 1), tiling.shared(layout)
+        return _Step(
+            query=Launch(query, _QUERY, (blocks, heads, 1), 256 if d > 128 else 128),
+            decode=Launch(
+                decode, _DECODE, (plan.n_runs, heads * plan.row_blocks, 1), WARPS * 32, tiling.shared(layout)
+            ),
+            merge=Launch(merge, _MERGE, (-(-total // take), heads, 1), 256),
+            query_tail=(tokens, heads, query_scale(self.scale), self.scale * _LOG2E),
+            decode_plan=tuple(map(pointer, (plan.lengths, plan.query_start, plan.cum, plan.runs))),
+            decode_tail=(batch, heads, plan.row_blocks, rows, slots, self.window, 2.0**24 / QUERY_GAIN / cap, cap),
+            merge_plan=tuple(map(pointer, (plan.cum, plan.meta, plan.query_start))),
+            merge_tail=(batch, heads, plan.row_blocks, rows, rows_block, slots, take),
             scratch=self._scratch_parts(tokens, batch, plan.max_query),
         )

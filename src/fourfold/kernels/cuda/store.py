@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 import functools
-from ctypes import c_int, c_longlong, c_void_p
 
 import torch
 
-from fourfold.kernels.cuda.compile import Kernel, load, pointer, stream_of, structure
+from fourfold.kernels.cuda.compile import load, pointer, stream_of
+from fourfold.kernels.cuda.launch import Launch
 from fourfold.kernels.cuda.pack import PackedParams, chunks
 from fourfold.layout import PageLayout
 
-_Args = structure(
-    "StoreArgs",
-    [
-        ("key", c_void_p),
-        ("value", c_void_p),
-        ("key_stride", c_longlong),
-        ("value_stride", c_longlong),
-        ("slots", c_void_p),
-        ("positions", c_void_p),
-        ("cache", c_void_p),
-        ("page_stride", c_longlong),
-        ("head_stride", c_longlong),
-        ("wk", c_void_p),
-        ("wv", c_void_p),
-        ("key_bias", c_void_p),
-        ("value_bias", c_void_p),
-        ("factor", c_void_p),
-        ("corner", c_void_p),
-        ("weight", c_void_p),
-        ("tokens", c_int),
-        ("kv_heads", c_int),
-    ],
-)
-_PositionArgs = structure(
-    "PositionArgs",
-    [(n, c_void_p) for n in ("lengths", "q_start", "out")] + [("batch", c_int), ("tokens", c_int)],
-)
+_ARGUMENTS = "PPqqPPPqqPPPPPPPii"
+"""key, value and their strides, slots, positions, cache and its strides, the parameters' seven, tokens, heads."""
+_POSITION_ARGUMENTS = "PPPii"
+"""lengths, query_start, out, batch, tokens."""
 _BLOCK_TOKENS = 128
 
 
@@ -50,15 +27,17 @@ def write_positions(lengths: torch.Tensor, query_start: torch.Tensor, out: torch
     if not out.numel():
         return
     kernel = load("positions", {"ACT_BF16": 1}, out.device, dependent=False)
-    arguments = _PositionArgs(*map(pointer, (lengths, query_start, out)), lengths.numel(), out.numel())
-    kernel.launch((-(-out.numel() // 256), 1, 1), 256, 0, arguments, stream_of(out.device))
+    batch, tokens = lengths.numel(), out.numel()
+    Launch(kernel, _POSITION_ARGUMENTS, (-(-tokens // 256), 1, 1), 256)(
+        stream_of(out.device), *map(pointer, (lengths, query_start, out)), batch, tokens
+    )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _prepare(
-    layout: PageLayout, sink: bool, metric: bool, dtype: torch.dtype, device: torch.device
-) -> tuple[Kernel, int, int]:
-    """Kernel, bytes of shared memory, and the most thread blocks of a head that are resident at once."""
+    layout: PageLayout, sink: bool, metric: bool, dtype: torch.dtype, device: torch.device, tokens: int
+) -> Launch:
+    """The launch for so many tokens; all layers of a step share it."""
     d, dv = layout.head_size, layout.head_size_v
     defines = {
         "D": d, "DV": dv, "PS": layout.block_size, "SINK": int(sink), "METRIC_KEYS": int(metric),
@@ -67,8 +46,10 @@ def _prepare(
     shared = max(n // 8 * chunks(n) * 512 for n in (d, dv))
     if metric:
         shared = max(shared, d // 8 * chunks(d) * 512 + (d * d * 2 if d <= 128 else 0) + d * 64 + d * 4)
-    resident = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    return load("store", defines, device, shared), shared, max(resident // (2 * layout.num_kv_heads), 1)
+    blocks, heads = -(-tokens // _BLOCK_TOKENS), layout.num_kv_heads
+    resident = max(torch.cuda.get_device_properties(device).multi_processor_count // heads, 1)
+    grid = -(-blocks // -(-blocks // min(blocks, resident)))  # the same number of blocks for each
+    return Launch(load("store", defines, device, shared), _ARGUMENTS, (grid, 2 * heads, 1), 256, shared)
 
 
 def store(
@@ -92,25 +73,9 @@ def store(
     if tokens == 0:
         return
     device = key.device
-    kernel, shared, per_head = _prepare(layout, params.sink, params.metric_keys, params.dtype, device)
-    blocks = -(-tokens // _BLOCK_TOKENS)
-    grid = -(-blocks // -(-blocks // min(blocks, per_head)))  # the same number of blocks for each
-    arguments = _Args(
-        pointer(key),
-        pointer(value),
-        key.stride(0),
-        value.stride(0),
-        pointer(slots),
-        pointer(positions),
-        pointer(cache),
-        cache.stride(0),
-        cache.stride(1),
-        pointer(params.wk),
-        pointer(params.wv),
-        pointer(params.key_bias),
-        pointer(params.value_bias),
-        *map(pointer, (params.factor, params.corner, params.weight)),
-        tokens,
+    launch = _prepare(layout, params.sink, params.metric_keys, params.dtype, device, tokens)
+    launch(
+        stream_of(device), key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0), slots.data_ptr(),
+        positions.data_ptr(), cache.data_ptr(), cache.stride(0), cache.stride(1), *params.store_addresses, tokens,
         layout.num_kv_heads,
-    )
-    kernel.launch((grid, 2 * layout.num_kv_heads, 1), 256, shared, arguments, stream_of(device))
+    )  # fmt: skip
