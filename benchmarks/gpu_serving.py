@@ -3,7 +3,7 @@
     python benchmarks/gpu_serving.py --lengths LENGTHS.json --out results/gpu_serving
 
 A Llama-3.1-8B-shaped model with random weights (the load fixes every answer's length, so text does not matter), vLLM's
-engine with full CUDA graphs for decodes.  LENGTHS.json is [[prompt tokens, answer tokens], …], ShareGPT's for the
+engine with its default compilation and CUDA graphs.  LENGTHS.json is [[prompt tokens, answer tokens], …], ShareGPT's for the
 recorded table.  Each mode runs in processes of its own; several rates share one start.  Writes DIR/metrics.json:
 {"rows": [{"mode", "rate", "capacity_tokens", "ttft_mean_s", …}], "environment", "config"}.
 """
@@ -109,7 +109,6 @@ def run_mode(mode: str, options: argparse.Namespace, folder: Path) -> list[dict[
         "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 4096,
         "kv_cache_dtype": DTYPES.get(mode, mode), "kv_cache_memory_bytes": int(options.kv_gib * 2**30),
         "max_num_seqs": options.max_num_seqs, "enable_prefix_caching": False, "disable_log_stats": False,
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     }  # fmt: skip
     if mode == "fourfold":
         engine["attention_backend"] = "CUSTOM"

@@ -239,9 +239,7 @@ class Decode:
         grid, shared = (plan.n_runs, heads * plan.row_blocks, 1), tiling.shared(layout)
         return _Step(
             query=Launch(query, _QUERY, (blocks, heads, 1), 256 if d > 128 else 128),
-            decode=Launch(
-                decode, _DECODE, (plan.n_runs, heads * plan.row_blocks, 1), WARPS * 32, tiling.shared(layout)
-            ),
+            decode=Launch(decode, _DECODE, grid, WARPS * 32, shared),
             merge=Launch(merge, _MERGE, (-(-total // take), heads, 1), 256),
             query_tail=(tokens, heads, query_scale(self.scale), self.scale * _LOG2E),
             decode_plan=tuple(map(pointer, (plan.lengths, plan.query_start, plan.cum, plan.runs))),
