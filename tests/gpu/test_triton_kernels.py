@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(scope="module")
 def kernels():
-    """The two modules, imported while the interpreter is chosen (the decorator decides)."""
+    """decode, store and the class of their parameters, imported while the interpreter is chosen."""
     before = os.environ.get("TRITON_INTERPRET")
     if DEVICE == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
@@ -29,6 +29,7 @@ def kernels():
         yield (
             importlib.import_module("fourfold.kernels.triton.decode"),
             importlib.import_module("fourfold.kernels.triton.store"),
+            importlib.import_module("fourfold.kernels.triton.params").TritonParams,
         )
     finally:
         if before is None:
@@ -55,7 +56,7 @@ def test_attention_matches_the_oracle(kernels, head_size, block, lengths, querie
         for t in (batch.query, batch.cache, batch.table, torch.tensor(lengths, dtype=torch.int32), batch.query_start)
     ]
     out = kernels[0].attend(
-        *moved, max(queries), layout, params.to(DEVICE), scale=scale, soft_cap=soft_cap, window=window
+        *moved, max(queries), layout, kernels[2].of(params, DEVICE), scale=scale, soft_cap=soft_cap, window=window
     )
     expected = batch.oracle(params, scale, soft_cap, window)
     live = torch.cat([torch.full((q,), n > 0) for n, q in zip(lengths, queries, strict=True)])
@@ -74,8 +75,9 @@ def test_store_writes_what_the_codec_writes(kernels, head_size, block, metric):
     codec.store_tokens(expected, layout, slots, codec.encode(key, value, positions, params))
     cache = torch.zeros_like(expected).to(DEVICE)
     kernels[1].store(
-        *(t.to(DEVICE) for t in (key, value)), cache, slots.to(DEVICE), positions.to(DEVICE), layout, params.to(DEVICE)
-    )
+        *(t.to(DEVICE) for t in (key, value)), cache, slots.to(DEVICE), positions.to(DEVICE), layout,
+        kernels[2].of(params, DEVICE),
+    )  # fmt: skip
     for got, want in zip(codec.page_views(cache.cpu(), layout), codec.page_views(expected, layout), strict=True):
         if got.dtype == torch.float16:
             torch.testing.assert_close(got, want, rtol=2e-3, atol=0)

@@ -50,6 +50,23 @@ def test_scores_survive_the_transform() -> None:
     assert torch.allclose(exact, turned, rtol=1e-3, atol=1e-3)
 
 
+def test_uncentred_scores_are_the_whole_scores() -> None:
+    """What a soft cap acts on: without the centre's part, tanh(score / cap) would be another number."""
+    p = calibrated(2, 64).uncentred()
+    assert not p.key_centre.any()
+    k, q = keys(50, 2, 64, seed=7), torch.randn(50, 2, 64)
+    k[0] += 30
+    query = torch.einsum("thd,hde->the", q, p.query_matrix)
+    exact = torch.einsum("qhd,khd->hqk", q, k)
+    assert torch.allclose(torch.einsum("qhd,khd->hqk", query, codec.transform_key(k, p)), exact, rtol=1e-3, atol=1e-2)
+    centred = torch.einsum("qhd,khd->hqk", q, k - calibrated(2, 64).key_centre)
+    assert (centred - exact).norm() / exact.norm() > 0.5
+    # the sink's own centre moves with it: the mean first key is still stored as zeros
+    q = calibrated(2, 64)
+    first = q.key_centre + torch.einsum("he,hde->hd", q.sink_key, torch.linalg.inv(q.key_matrix).mT)
+    assert torch.allclose(codec.transform_key(first[None], p)[0], p.sink_key, rtol=1e-3, atol=1e-2)
+
+
 def score_error(p: LayerParams) -> float:
     k = keys(400, 2, 64, seed=11)
     q = torch.randn(400, 6, 64, generator=torch.Generator().manual_seed(5)) * torch.logspace(-1, 1, 64)

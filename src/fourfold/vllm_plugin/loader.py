@@ -19,12 +19,14 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from fourfold.config import Settings
 from fourfold.errors import FourfoldError
+from fourfold.layout import MAX_BLOCK, MIN_BLOCK
 from fourfold.quant import files
 from fourfold.quant.calibration import Statistics, bias_params
 from fourfold.quant.params import LayerParams
 from fourfold.quant.text import calibration_windows
 from fourfold.vllm_plugin import selfcheck
 from fourfold.vllm_plugin.attention import CalibrationMetadata, FourfoldImpl
+from fourfold.vllm_plugin.compat import ask_for_page, seam
 from fourfold.vllm_plugin.identity import calibration_path, describe
 
 logger = init_logger("vllm.fourfold")
@@ -62,6 +64,9 @@ def refuse(model_config: ModelConfig) -> None:
             )
 
 
+_BACKEND_FIX = "pass --attention-backend CUSTOM (`fourfold serve` does), or serve it without Fourfold (FOURFOLD=0)"
+
+
 def attention_layers(model: nn.Module, prefix: str = "") -> dict[str, Attention]:
     """The model's attention layers; every one must be ours.
 
@@ -76,7 +81,7 @@ def attention_layers(model: nn.Module, prefix: str = "") -> dict[str, Attention]
             raise FourfoldError(
                 f"layer {name} ({type(module).__name__}) is not served from 4-bit pages",
                 why="a model is held in 4-bit pages as a whole or not at all",
-                fix="serve it without Fourfold (FOURFOLD=0)",
+                fix=_BACKEND_FIX if seam().name == "A" else "serve it without Fourfold (FOURFOLD=0)",
             )
         layers[module.layer_name.removeprefix(f"{prefix}.")] = module
     if not layers:
@@ -102,8 +107,12 @@ def prepare(model: nn.Module, vllm_config: VllmConfig, model_config: ModelConfig
         problem = own.check(layer.num_kv_heads, layer.head_size, layer.head_size_v)
         if problem:
             raise FourfoldError(f"calibration does not fit {name}", why=problem, fix="calibrate this model again")
-        layer.impl.set_params(own)
-    error = selfcheck.check([layer.impl for layer in layers.values()], model_config.dtype)
+        layer.impl.set_params(own.uncentred() if layer.impl.logits_soft_cap else own)
+        ask_for_page(layer)
+    # the engine's own page where it is known already: what this compiles is then what serves
+    block = vllm_config.cache_config.block_size
+    block = block if block and block % 16 == 0 and block <= MAX_BLOCK else MIN_BLOCK
+    error = selfcheck.check([layer.impl for layer in layers.values()], model_config.dtype, block)
     logger.info("%s", describe(layers, origin, error, settings, vllm_config))
 
 
@@ -166,8 +175,10 @@ def run(
     windows = calibration_windows(
         settings.calibration_text, tokenizer, model_config.get_vocab_size(), model_config.max_model_len
     )
-    statistics = {x.layer_name: Statistics.empty(x.num_kv_heads, x.head_size, x.head_size_v) for x in layers.values()}
     device = next(model.parameters()).device
+    statistics = {
+        x.layer_name: Statistics.empty(x.num_kv_heads, x.head_size, x.head_size_v, device) for x in layers.values()
+    }
     with torch.inference_mode(), set_current_vllm_config(vllm_config):
         for window in windows:
             metadata = CalibrationMetadata([len(s) for s in window], statistics)

@@ -1,16 +1,14 @@
-"""Kernels from source: NVRTC, a cache of cubins on disk, loaded functions and their launch."""
+"""Kernels from source: NVRTC, a cache of cubins on disk, loaded functions."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -93,33 +91,13 @@ def cached_cubin(name: str, defines: Mapping[str, int], capability: tuple[int, i
     return cubin
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A loaded kernel that takes one structure by value."""
+class Kernel(NamedTuple):
+    """A loaded kernel: CUfunction as an integer, its name, and whether it is launched so that it may start while its
+    predecessor drains (sm_90; it waits for it by itself)."""
 
-    function: Any
+    handle: int
     name: str
     dependent: bool
-    """Launched so that it may start while its predecessor drains (sm_90); it waits for it by itself."""
-
-    def launch(
-        self, grid: tuple[int, ...], threads: int, shared: int, arguments: ctypes.Structure, stream: int
-    ) -> None:
-        """Queue on a stream (its handle as an integer); captured if the stream is capturing."""
-        driver, _ = _bindings()
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = shared
-        config.hStream = driver.CUstream(stream)
-        if self.dependent:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        status = driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0)
-        _checked((*status, None), f"launch of {self.name} with grid {grid}, {shared} bytes shared")
 
 
 @functools.cache
@@ -140,7 +118,7 @@ def _load(name: str, defines: tuple[tuple[str, int], ...], device: int, shared: 
         if shared > 48 * 1024:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked((*driver.cuFuncSetAttribute(function, attribute, shared), None), f"shared memory of {name}")
-    return Kernel(function, name, dependent and capability >= (9, 0))
+    return Kernel(int(function), name, dependent and capability >= (9, 0))
 
 
 def load(
@@ -149,11 +127,6 @@ def load(
     """Compile (or read from the cache) and load a kernel on a device; calls with equal arguments share it."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return _load(name, tuple(sorted(defines.items())), index, shared, dependent)
-
-
-def structure(name: str, fields: Sequence[tuple[str, Any]]) -> type[ctypes.Structure]:
-    """A ctypes structure laid out as the kernel's ``Args``."""
-    return type(name, (ctypes.Structure,), {"_fields_": list(fields)})
 
 
 def pointer(tensor: torch.Tensor | None) -> int:

@@ -7,21 +7,14 @@ attending there costs a few per cent more than attention on a 16-bit cache.  Que
 
 from __future__ import annotations
 
-from ctypes import c_int, c_longlong, c_void_p
-
 import torch
 
-from fourfold.kernels.cuda.compile import load, pointer, stream_of, structure
+from fourfold.kernels.cuda.compile import load, pointer, stream_of
+from fourfold.kernels.cuda.launch import Launch
 from fourfold.layout import PageLayout
-from fourfold.quant.params import LayerParams
 
-_Args = structure(
-    "DequantiseArgs",
-    [("cache", c_void_p), ("page_stride", c_longlong), ("head_stride", c_longlong)]
-    + [("table", c_void_p), ("table_stride", c_int)]
-    + [(n, c_void_p) for n in ("lengths", "start", "sink_key", "sink_value", "key", "value")]
-    + [(n, c_int) for n in ("kv_heads", "begin", "end")],
-)
+_ARGUMENTS = "PqqPiPPPPPPiii"
+"""cache and its strides, table and its stride, lengths, start, sink_key, sink_value, key, value, KV heads, range."""
 
 
 def dequantise(
@@ -32,7 +25,8 @@ def dequantise(
     key: torch.Tensor,
     value: torch.Tensor,
     layout: PageLayout,
-    params: LayerParams,
+    sink_key: torch.Tensor,
+    sink_value: torch.Tensor,
     *,
     begin: int = 0,
     end: int,
@@ -43,7 +37,7 @@ def dequantise(
         cache: [pages, HK, head_page_bytes] uint8; block_table: [B, pages] int32; lengths: [B] int32.
         start: [B] int32 or longer, row of ``key`` and ``value`` where each sequence's token ``begin`` goes.
         key: [rows, HK, D], value: [rows, HK, Dv], float16 or bfloat16, contiguous.
-        params: on the GPU; its sink centres are added to token 0.
+        sink_key: [HK, D], sink_value: [HK, Dv] float32, added to token 0.
         begin: a multiple of 16; end: at least the longest length, or where this piece of the context ends.
     """
     if begin % 16:
@@ -57,16 +51,16 @@ def dequantise(
         "ACT_BF16": int(key.dtype == torch.bfloat16),
     }
     kernel = load("dequantise", defines, key.device)
-    arguments = _Args(
-        pointer(cache),
+    grid = (-(-(end - begin) // 16), layout.num_kv_heads, lengths.numel())
+    Launch(kernel, _ARGUMENTS, grid, 128)(
+        stream_of(key.device),
+        cache.data_ptr(),
         cache.stride(0),
         cache.stride(1),
-        pointer(block_table),
+        block_table.data_ptr(),
         block_table.stride(0),
-        *map(pointer, (lengths, start, params.sink_key, params.sink_value, key, value)),
+        *map(pointer, (lengths, start, sink_key, sink_value, key, value)),
         layout.num_kv_heads,
         begin,
         end,
     )
-    grid = (-(-(end - begin) // 16), layout.num_kv_heads, lengths.numel())
-    kernel.launch(grid, 128, 0, arguments, stream_of(key.device))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -88,10 +88,20 @@ class PackedParams:
     head_size_v: int
     kv_heads: int
 
-    @property
-    def metric_keys(self) -> bool:
-        """Whether keys are rounded in the metric of the queries."""
-        return self.factor.numel() > 0
+    metric_keys: bool = field(init=False)
+    """Whether keys are rounded in the metric of the queries."""
+    store_addresses: tuple[int, ...] = field(init=False)
+    """wk, wv, the biases and the metric's tables, as store.cu takes them."""
+
+    sink_addresses: tuple[int, int] = field(init=False)
+    """sink_key and sink_value, or null, as query.cu and merge.cu take them."""
+
+    def __post_init__(self) -> None:
+        sinks = (self.sink_key.data_ptr(), self.sink_value.data_ptr()) if self.sink else (0, 0)
+        object.__setattr__(self, "sink_addresses", sinks)
+        tables = (self.wk, self.wv, self.key_bias, self.value_bias, self.factor, self.corner, self.weight)
+        object.__setattr__(self, "metric_keys", self.factor.numel() > 0)
+        object.__setattr__(self, "store_addresses", tuple(t.data_ptr() for t in tables))
 
 
 def pack_factor(query_factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
-from ctypes import c_int, c_longlong, c_void_p
+import functools
 
 import torch
 
-from fourfold.kernels.cuda.compile import load, pointer, stream_of, structure
+from fourfold.kernels.cuda.compile import load, pointer, stream_of
+from fourfold.kernels.cuda.launch import Launch
 from fourfold.kernels.cuda.pack import PackedParams, chunks
 from fourfold.layout import PageLayout
 
-_Args = structure(
-    "StoreArgs",
-    [
-        ("key", c_void_p),
-        ("value", c_void_p),
-        ("key_stride", c_longlong),
-        ("value_stride", c_longlong),
-        ("slots", c_void_p),
-        ("positions", c_void_p),
-        ("cache", c_void_p),
-        ("page_stride", c_longlong),
-        ("head_stride", c_longlong),
-        ("wk", c_void_p),
-        ("wv", c_void_p),
-        ("key_bias", c_void_p),
-        ("value_bias", c_void_p),
-        ("factor", c_void_p),
-        ("corner", c_void_p),
-        ("weight", c_void_p),
-        ("tokens", c_int),
-        ("kv_heads", c_int),
-    ],
-)
+_ARGUMENTS = "PPqqPPPqqPPPPPPPii"
+"""key, value and their strides, slots, positions, cache and its strides, the parameters' seven, tokens, heads."""
+_POSITION_ARGUMENTS = "PPPii"
+"""lengths, query_start, out, batch, tokens."""
 _BLOCK_TOKENS = 128
+
+
+def write_positions(lengths: torch.Tensor, query_start: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the position of each new token into ``out`` [T] int64; -1 for tokens of no sequence.
+
+    Args:
+        lengths: [B] int32, new tokens included; query_start: [B + 1] int32, not decreasing.
+    """
+    if not out.numel():
+        return
+    kernel = load("positions", {"ACT_BF16": 1}, out.device, dependent=False)
+    batch, tokens = lengths.numel(), out.numel()
+    Launch(kernel, _POSITION_ARGUMENTS, (-(-tokens // 256), 1, 1), 256)(
+        stream_of(out.device), *map(pointer, (lengths, query_start, out)), batch, tokens
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _prepare(
+    layout: PageLayout, sink: bool, metric: bool, dtype: torch.dtype, device: torch.device, tokens: int
+) -> Launch:
+    """The launch for so many tokens; all layers of a step share it."""
+    d, dv = layout.head_size, layout.head_size_v
+    defines = {
+        "D": d, "DV": dv, "PS": layout.block_size, "SINK": int(sink), "METRIC_KEYS": int(metric),
+        "TABLES_SHARED": int(metric and d <= 128), "ACT_BF16": int(dtype == torch.bfloat16),
+    }  # fmt: skip
+    shared = max(n // 8 * chunks(n) * 512 for n in (d, dv))
+    if metric:
+        shared = max(shared, d // 8 * chunks(d) * 512 + (d * d * 2 if d <= 128 else 0) + d * 64 + d * 4)
+    blocks, heads = -(-tokens // _BLOCK_TOKENS), layout.num_kv_heads
+    resident = max(torch.cuda.get_device_properties(device).multi_processor_count // heads, 1)
+    grid = -(-blocks // -(-blocks // min(blocks, resident)))  # the same number of blocks for each
+    return Launch(load("store", defines, device, shared), _ARGUMENTS, (grid, 2 * heads, 1), 256, shared)
 
 
 def store(
@@ -57,41 +73,9 @@ def store(
     if tokens == 0:
         return
     device = key.device
-    defines = {
-        "D": layout.head_size,
-        "DV": layout.head_size_v,
-        "PS": layout.block_size,
-        "SINK": int(params.sink),
-        "METRIC_KEYS": int(params.metric_keys),
-        "TABLES_SHARED": 0,
-        "ACT_BF16": int(params.dtype == torch.bfloat16),
-    }
-    d, dv = layout.head_size, layout.head_size_v
-    shared = max(n // 8 * chunks(n) * 512 for n in (d, dv))
-    if params.metric_keys:
-        defines["TABLES_SHARED"] = int(d <= 128)
-        shared = max(shared, d // 8 * chunks(d) * 512 + (d * d * 2 if d <= 128 else 0) + d * 64 + d * 4)
-    kernel = load("store", defines, device, shared)
-    blocks = -(-tokens // _BLOCK_TOKENS)
-    per_head = torch.cuda.get_device_properties(device).multi_processor_count * 2 // (2 * layout.num_kv_heads)
-    grid = min(blocks, max(per_head, 1))
-    grid = -(-blocks // -(-blocks // grid))  # the same number of blocks for each
-    arguments = _Args(
-        pointer(key),
-        pointer(value),
-        key.stride(0),
-        value.stride(0),
-        pointer(slots),
-        pointer(positions),
-        pointer(cache),
-        cache.stride(0),
-        cache.stride(1),
-        pointer(params.wk),
-        pointer(params.wv),
-        pointer(params.key_bias),
-        pointer(params.value_bias),
-        *map(pointer, (params.factor, params.corner, params.weight)),
-        tokens,
+    launch = _prepare(layout, params.sink, params.metric_keys, params.dtype, device, tokens)
+    launch(
+        stream_of(device), key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0), slots.data_ptr(),
+        positions.data_ptr(), cache.data_ptr(), cache.stride(0), cache.stride(1), *params.store_addresses, tokens,
         layout.num_kv_heads,
-    )
-    kernel.launch((grid, 2 * layout.num_kv_heads), 256, shared, arguments, stream_of(device))
+    )  # fmt: skip

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fourfold.kernels.triton.params import TritonParams
 from fourfold.layout import PageLayout
-from fourfold.quant.params import LayerParams
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def attend(
     query_start: torch.Tensor,
     max_query: int,
     layout: PageLayout,
-    params: LayerParams,
+    params: TritonParams,
     *,
     scale: float,
     soft_cap: float = 0.0,
@@ -94,7 +94,7 @@ def attend(
     Args:
         query: [tokens, H, D] float, untransformed; cache: [pages, HK, head_page_bytes] uint8.
         block_table: [B, pages] int32; lengths: [B] int32, new tokens included; query_start: [B + 1] int32.
-        max_query: most new tokens of a sequence; params on the tensors' device; scale, soft_cap, window as in
+        max_query: most new tokens of a sequence; scale, soft_cap, window as in
             ``fourfold.kernels.cuda.decode.Decode``.
 
     Returns:
@@ -104,15 +104,15 @@ def attend(
     kv_heads, dv = layout.num_kv_heads, layout.head_size_v
     group = heads // kv_heads
     grouped = query.view(tokens, kv_heads, group, d).to(torch.float32)
-    transformed = torch.einsum("thgd,hde->thge", grouped, params.query_matrix).contiguous()
+    transformed = torch.einsum("thgd,hde->thge", grouped, params.layer.query_matrix).contiguous()
     rotated = torch.zeros(tokens, kv_heads, group, dv, dtype=torch.float32, device=query.device)
     rows = max(16, min(64, triton.next_power_of_2(max_query * group)))
     _decode_kernel[(lengths.numel(), kv_heads, -(-max_query * group // rows))](
         transformed, cache, cache.view(torch.float16), block_table, lengths, query_start,
-        params.sink_key, params.sink_value, rotated,
+        params.layer.sink_key, params.layer.sink_value, rotated,
         cache.stride(0), cache.stride(1), block_table.stride(0), kv_heads, scale, soft_cap, window,
         D=d, DV=dv, PS=layout.block_size, GROUP=group, ROWS=rows,
         KPAD=max(16, triton.next_power_of_2(d // 2)), VPAD=max(16, triton.next_power_of_2(dv // 2)),
     )  # fmt: skip
-    out = rotated @ params.value_matrix.T.to(query.device) + params.value_centre[:, None]
+    out = rotated @ params.value_inverse + params.layer.value_centre[:, None]
     return out.reshape(tokens, heads, dv).to(query.dtype)

@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from fourfold.kernels.triton.params import TritonParams
 from fourfold.layout import PageLayout
 from fourfold.quant.codec import transform_key
-from fourfold.quant.params import LayerParams
 
 
 @triton.jit
@@ -92,18 +92,18 @@ def store(
     slots: torch.Tensor,
     positions: torch.Tensor,
     layout: PageLayout,
-    params: LayerParams,
+    params: TritonParams,
 ) -> None:
-    """As ``fourfold.kernels.cuda.store.store``, any float dtype; ``params`` on the tensors' device."""
-    tokens = slots.numel()
+    """As ``fourfold.kernels.cuda.store.store``, any float dtype."""
+    tokens, layer = slots.numel(), params.layer
     first = (positions == 0)[:, None, None]
-    k = (transform_key(key[:tokens], params) - torch.where(first, params.sink_key, 0.0)).contiguous()
-    rotated = (value[:tokens].to(torch.float32) - params.value_centre) @ params.value_matrix.to(value.device)
-    v = (rotated - torch.where(first, params.sink_value, 0.0)).contiguous()
-    metric = params.query_factor.numel() > 0
+    k = (transform_key(key[:tokens], layer) - torch.where(first, layer.sink_key, 0.0)).contiguous()
+    rotated = (value[:tokens].to(torch.float32) - layer.value_centre) @ params.value_matrix
+    v = (rotated - torch.where(first, layer.sink_value, 0.0)).contiguous()
+    metric = layer.query_factor.numel() > 0
     _store_kernel[(tokens, layout.num_kv_heads, 2)](
         k, v, slots, cache, cache.view(torch.float16),
-        params.feedback if metric else k, params.query_factor if metric else k,
+        params.feedback if metric else k, layer.query_factor if metric else k,
         cache.stride(0), cache.stride(1), layout.num_kv_heads,
         D=layout.head_size, DV=layout.head_size_v, PS=layout.block_size,
         PAD=triton.next_power_of_2(max(layout.k_row, layout.v_row)), METRIC=metric,

@@ -1,0 +1,56 @@
+"""How decode.cu is cut into thread blocks, for a page, a number of query rows and a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fourfold.kernels.cuda.pack import chunks
+from fourfold.layout import PageLayout
+
+WARPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How decode.cu is cut.
+
+    Attributes:
+        row_tiles: blocks of 8 query rows; tokens: 16-token tiles a warp takes at once; stages: of its copy ring.
+        blocks: resident on a multiprocessor.
+    """
+
+    row_tiles: int
+    tokens: int
+    stages: int
+    blocks: int
+
+    def shared(self, layout: PageLayout) -> int:
+        """Bytes of shared memory a thread block."""
+        ck, cv = chunks(layout.head_size), chunks(layout.head_size_v)
+        ring = WARPS * self.stages * self.tokens * (256 * (ck + cv) + 64)
+        exchange = 4 * WARPS * 8 * (layout.head_size_v + 4 + 3)
+        operand = self.row_tiles * ck * 512 if self.row_tiles > 1 else 0
+        return operand + max(ring, exchange)
+
+
+def choose_tiling(layout: PageLayout, rows: int, shared_limit: int, few: bool = False) -> Tiling:
+    """Tiling for ``rows`` query rows a KV head on a multiprocessor with ``shared_limit`` bytes of shared memory.
+
+    ``few``: so few sequences that the merge counts, and fewer, larger runs win.
+    """
+    wide = max(layout.head_size, layout.head_size_v)
+    row_tiles = -(-rows // 8)
+    if row_tiles > (3 if wide <= 128 else 2):
+        row_tiles = 2  # several blocks of 16 rows: four accumulators' worth of registers spills
+    blocks = {1: 4, 2: 2, 3: 2}[row_tiles] if wide <= 128 else {1: 3, 2: 2}[row_tiles]
+    if few:
+        blocks = min(blocks, 3)
+    tokens = 2 if row_tiles <= 2 and wide <= 128 else 1
+    tiling = Tiling(row_tiles, tokens, 2, blocks)
+    while tiling.blocks > 1 and tiling.blocks * (tiling.shared(layout) + 1024) > shared_limit:
+        tiling = replace(tiling, blocks=tiling.blocks - 1)
+    for stages in range(3, 5):
+        deeper = replace(tiling, stages=stages)
+        if deeper.blocks * (deeper.shared(layout) + 1024) <= shared_limit:
+            tiling = deeper
+    return tiling
