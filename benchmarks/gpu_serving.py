@@ -4,8 +4,8 @@
 
 A Llama-3.1-8B-shaped model with random weights (the load fixes every answer's length, so text does not matter), vLLM's
 engine with its default compilation and CUDA graphs.  LENGTHS.json is [[prompt tokens, answer tokens], …], ShareGPT's
-for the recorded table.  Each mode runs in processes of its own; several rates share one start.  Writes DIR/metrics.json:
-{"rows": [{"mode", "rate", "capacity_tokens", "ttft_mean_s", …}], "environment", "config"}.
+for the recorded table.  Each mode runs in a process of its own; several rates share one start.  Writes
+DIR/metrics.json: {"rows": [{"mode", "rate", "capacity_tokens", "ttft_mean_s", …}], "environment", "config"}.
 """
 
 from __future__ import annotations
