@@ -220,6 +220,11 @@ class CudaImpl(FourfoldImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query [T, H, D], key [T, HK, D], value [T, HK, D] -> output [T, H, D], written in place."""
+        if output_scale is not None or output_block_scale is not None:
+            raise FourfoldError(
+                "4-bit pages do not support outputs that attention itself quantises",
+                fix='pass --compilation-config \'{"pass_config": {"fuse_attn_quant": false}}\', or set FOURFOLD=0',
+            )
         if attn_metadata is None:
             self._profile(query)
             return output.fill_(0)

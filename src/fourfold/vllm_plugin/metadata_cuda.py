@@ -14,6 +14,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from fourfold.errors import FourfoldError
 from fourfold.kernels.cuda.decode import Plan
 from fourfold.kernels.cuda.prefill import Piece, plan_prefill
 from fourfold.kernels.cuda.store import write_positions
@@ -118,6 +119,12 @@ class CudaBuilder(AttentionMetadataBuilder[CudaMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CudaMetadata:
         m = common_attn_metadata
+        if m.causal is not True:
+            raise FourfoldError(
+                "4-bit pages do not support attention that is not causal",
+                why="this drafter or model lets tokens see what comes after them",
+                fix="use another drafter, or set FOURFOLD=0",
+            )
         batch, tokens = m.num_reqs, m.num_actual_tokens
         lengths, start = m.seq_lens[:batch], m.query_start_loc[: batch + 1]
         positions = self.positions[:tokens]
