@@ -122,6 +122,12 @@ def make_request(
     )  # fmt: skip
 
 
+def waiting(scheduler: Any) -> list[Request]:
+    """Everybody who waits, in vLLM 0.25's two queues or in 0.32's."""
+    queues = ("waiting", "skipped_waiting", "kv_holding_waiting")
+    return [request for name in queues for request in getattr(scheduler, name, ())]
+
+
 class Engine:
     """The loop of vLLM's engine core; ``ahead`` steps are scheduled before the first one's output is processed."""
 

@@ -19,7 +19,7 @@ from fourfold.vllm_plugin.prompt_text import HEAD_TOKENS, TAIL_TOKENS, PromptTex
 from fourfold.vllm_plugin.queue import RankedQueue
 from fourfold.vllm_plugin.scheduler import RankedAsyncScheduler, RankedScheduler
 
-from .scheduling import EOS, Clock, Engine, make_config, make_request, make_scheduler, ranked
+from .scheduling import EOS, Clock, Engine, make_config, make_request, make_scheduler, ranked, waiting
 
 
 def serving(policy: PolicyConfig | None = None, **config: Any) -> tuple[Any, Engine]:
@@ -132,7 +132,7 @@ def test_a_request_that_waits_for_its_grammar_does_not_stop_others() -> None:
     engine.add(blocked, 5)
     engine.add(request("other", 100), 5)
     assert [one.req_id for one in engine.step().scheduled_new_reqs] == ["other"]
-    assert list(scheduler.waiting) == [blocked]
+    assert waiting(scheduler) == [blocked]
     engine.abort("blocked")
     assert order_of_starts(engine) == []
     assert not scheduler._ranking.policy.jobs
@@ -154,7 +154,7 @@ def test_each_turn_of_a_streaming_session_is_ranked() -> None:
     scheduler.add_request(turn)
     renewed = scheduler._ranking.job(session)
     assert renewed is not job
-    assert (renewed.prompt_tokens, renewed.max_tokens) == (session.num_prompt_tokens, 20)
+    assert (renewed.prompt_tokens, renewed.max_tokens) == (session.num_prompt_tokens, session.max_tokens)
     for _ in range(8):
         engine.step()
     assert engine.finished == {"s": 8}

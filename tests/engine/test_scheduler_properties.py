@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fourfold.rank.policy import PolicyConfig
 from fourfold.vllm_plugin.scheduler import RankedScheduler
 
-from .scheduling import BLOCK, Clock, Engine, make_config, make_request, make_scheduler, ranked
+from .scheduling import BLOCK, Clock, Engine, make_config, make_request, make_scheduler, ranked, waiting
 
 PRIORITIES = st.sampled_from([0, 0, 0, 0, -1, 1])
 
@@ -67,16 +67,16 @@ class Serving(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 25), seconds=st.sampled_from([0.0, 0.01, 0.3]))
     def serve(self, steps, seconds):
         for _ in range(steps):
-            waiting = {request.request_id for request in self.scheduler.waiting}
+            before = {request.request_id for request in waiting(self.scheduler)}
             output = self.engine.step(seconds)
-            self.check_starts(waiting, {request.req_id for request in output.scheduled_new_reqs})
+            self.check_starts(before, {request.req_id for request in output.scheduled_new_reqs})
 
-    def check_starts(self, waiting, started):
+    def check_starts(self, queued, started):
         """Nothing that arrived more than the bound after a waiting request of its priority starts before it."""
         jobs = self.scheduler._ranking.policy.jobs
         bound = self.scheduler._ranking.policy.config.max_overtake_s
         for name in started & jobs.keys():
-            for other in (waiting - started) & jobs.keys():
+            for other in (queued - started) & jobs.keys():
                 if jobs[other].priority == jobs[name].priority and jobs[other].started is None:
                     assert jobs[name].arrival <= jobs[other].arrival + bound + 1e-9
 
@@ -95,11 +95,11 @@ class Serving(RuleBasedStateMachine):
 
     @invariant()
     def everyone_is_somewhere_once(self):
-        waiting = [request.request_id for request in self.scheduler.waiting]
+        queued = [request.request_id for request in waiting(self.scheduler)]
         running = [request.request_id for request in self.scheduler.running]
-        assert len(waiting) == len(self.scheduler.waiting)
-        assert sorted(waiting + running) == sorted(self.limits.keys() - self.engine.finished.keys() - self.aborted)
-        assert self.scheduler._ranking.policy.jobs.keys() == set(waiting + running)
+        assert self.scheduler.get_request_counts() == (len(running), len(queued))
+        assert sorted(queued + running) == sorted(self.limits.keys() - self.engine.finished.keys() - self.aborted)
+        assert self.scheduler._ranking.policy.jobs.keys() == set(queued + running)
 
     @invariant()
     def blocks_in_use_are_those_of_running_requests(self):
