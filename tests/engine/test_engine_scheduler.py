@@ -54,27 +54,21 @@ def test_short_answers_start_first_and_no_token_changes(engines: Engines, smollm
 def test_preemption_and_prefix_hits_and_speculation_keep_the_tokens(
     engines: Engines, smollm2: str, token_ids: Ids
 ) -> None:
-    """Twelve requests that all want more than was predicted, in a pool that holds five."""
+    """Twelve requests that all want more than is predicted, in a pool that holds five."""
     common = "You are a patient teacher, and you always explain every single step of what you do to the children. " * 4
     ids = [token_ids(common + text) for text in (LONG + SHORT) * 2][:12]
     small = {"kv_cache_memory_bytes": 26 * BLOCK_BYTES, "max_num_seqs": 12}
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
-    roomy, _ = jobs(smollm2, ids, max_num_seqs=12)
-    work = [
-        roomy,
-        *jobs(smollm2, ids, **small),
-        jobs(smollm2, ids, **small, enable_prefix_caching=True)[1],
-        jobs(smollm2, ids, **small, speculative_config=speculation)[1],
-    ]
+    own, _ = jobs(smollm2, ids, **small)
+    _, hits = jobs(smollm2, ids, **small, enable_prefix_caching=True)
+    _, drafts = jobs(smollm2, ids, **small, speculative_config=speculation)
     env = {"FOURFOLD_MAX_PREEMPTIONS": "1", "FOURFOLD_TRUST_MAX_TOKENS": "0"}
-    plain, own, ranked, hits, drafts = engines(work, env=env)
-    preempted = [result["counters"]["num_preemptions"] for result in (own, ranked, hits)]
-    assert own["calls"] == ranked["calls"] == hits["calls"] == plain["calls"]
-    assert preempted[0] > 0
-    assert preempted[1] <= len(ids)
-    assert hits["counters"]["prefix_cache_hits"] > 0
-    assert drafts["counters"]["spec_decode_num_drafts"] > 0
-    assert [len(tokens) for tokens in drafts["calls"][0]] == [TOKENS] * len(ids)
+    results = engines([own, hits, drafts], env=env)
+    before, with_hits, with_drafts = (result["counters"] for result in results)
+    assert results[0]["calls"] == results[1]["calls"] == results[2]["calls"]
+    assert before["num_preemptions"] > max(with_hits["num_preemptions"], with_drafts["num_preemptions"])
+    assert with_hits["prefix_cache_hits"] > 0
+    assert with_drafts["spec_decode_num_drafts"] > 0
 
 
 def test_sixteen_bit_pages_and_recording(engines: Engines, smollm2: str, token_ids: Ids, tmp_path: Path) -> None:
@@ -104,9 +98,6 @@ def test_a_bad_ranker_stops_the_start_unless_it_is_optional(
     with pytest.raises(EngineFailed) as failed:
         engines([job], fourfold=False, env={"FOURFOLD_RANKER": str(bad)})
     assert "cannot be read" in failed.value.error
-    with pytest.raises(EngineFailed) as failed:
-        engines([job], fourfold=False, env={"FOURFOLD_RANKER": str(tmp_path / "missing.safetensors")})
-    assert "there is no ranker file" in failed.value.error
     (result,) = engines([job], fourfold=False, env={"FOURFOLD_RANKER": str(bad), "FOURFOLD_RANKER_OPTIONAL": "1"})
     assert result["started"][0] == sorted(result["started"][0])
     assert "Requests are served first-come." in engines.log  # type: ignore[attr-defined]
