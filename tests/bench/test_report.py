@@ -150,3 +150,19 @@ def test_slow_machines_still_fill_the_cache_and_fast_ones_end() -> None:
     assert plan.requests(0.01) == plan.min_requests
     assert plan.requests(1.0) == round(plan.seconds)
     assert plan.requests(1e6) == plan.max_requests
+
+
+def test_modes_served_again_by_the_ranked_scheduler_get_columns_of_their_own() -> None:
+    results = {
+        "bf16": run(1000, 4.0, 10.0, 9), "fourfold": run(3800, 2.0, 11.0, 0),
+        "bf16+ranked": run(1000, 1.0, 9.0, 1), "fourfold+ranked": run(3800, 1.5, 11.0, 0),
+    }  # fmt: skip
+    value = showcase.assemble(results, QUALITY, 48 << 20, "auto", "m", 1.5, None)
+    assert [row["scheduler"] for row in value["modes"].values()] == ["fcfs", "fcfs", "ranked", "ranked"]
+    assert value["modes"]["fourfold+ranked"]["kl"] == value["modes"]["fourfold"]["kl"]
+    assert value["notes"][0].startswith("Ranked:")
+    assert dict(table_rows(value))["TTFT mean, s"] == ["4.000", "2.000", "1.000", "1.500"]
+    page = build({**value, "environment": {"cpu": "c", "cores": 2}}, plotlyjs="")
+    assert "<th>bf16+ranked</th>" in page
+    plain = showcase.assemble(dict(list(results.items())[:2]), QUALITY, 48 << 20, "auto", "m", 1.5, None)
+    assert plain["notes"] == []
