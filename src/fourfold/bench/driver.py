@@ -1,8 +1,10 @@
 """Runs vLLM's own load generator, ``vllm.benchmarks.serve``, in a process of its own.
 
-``python -m fourfold.bench.driver [flags of vllm bench serve]``.  Why not the ``vllm`` script: the one of the CPU
-wheel does not start.  One thing is added: vLLM counts a stream that breaks off after its first token as a success, so
-every stream is watched for a ``finish_reason``, and one without becomes an error that starts with ``answers.CUT``.
+``python -m fourfold.bench.driver``, then one line on its standard input: a JSON list, flags of ``vllm bench serve``.
+vLLM is imported before the line is read, so that the tens of seconds which that takes can pass while a server starts.
+Why not the ``vllm`` script: the one of the CPU wheel does not start.  One thing is added: vLLM counts a stream that
+breaks off after its first token as a success, so every stream is watched for a ``finish_reason``, and one without
+becomes an error that starts with ``answers.CUT``.
 
 vLLM is loaded by name, when this module runs as a program; no module of ``fourfold.bench`` imports it.
 """
@@ -63,15 +65,17 @@ def watch(module: Any) -> None:
             functions[name] = watched(functions[name])
 
 
-def run(arguments: list[str]) -> None:
-    """Parse the flags of ``vllm bench serve`` and run it."""
+def run() -> None:
+    """Import vLLM, then read the flags of ``vllm bench serve`` and run it; end if there are none."""
     watch(importlib.import_module("vllm.benchmarks.lib.endpoint_request_func"))
     serve = importlib.import_module("vllm.benchmarks.serve")
     parser_type = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
     parser = parser_type(prog="vllm bench serve")
     serve.add_cli_args(parser)
-    serve.main(parser.parse_args(arguments))
+    line = sys.stdin.readline()
+    if line.strip():
+        serve.main(parser.parse_args(json.loads(line)))
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    run()

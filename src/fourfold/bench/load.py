@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,40 @@ def flags(url: str, model: str, tokenizer: str, requests: Path, count: int, load
     return values
 
 
+class Driver:
+    """vLLM's load generator in a process of its own, which imports what it needs and then waits for its flags.
+
+    Use as a context manager, started ahead of a server where that saves time; it is ended on exit.
+    """
+
+    def __enter__(self) -> Driver:
+        self._folder = tempfile.TemporaryDirectory(prefix="fourfold-bench-")
+        self.folder = Path(self._folder.name)
+        self.log = self.folder / "driver.log"
+        environment = {**os.environ, "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"), "FOURFOLD": "0"}
+        with self.log.open("wb") as sink:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "fourfold.bench.driver"],
+                stdin=subprocess.PIPE, stdout=sink, stderr=subprocess.STDOUT, env=environment, text=True,
+            )  # fmt: skip
+        return self
+
+    def start(self, values: list[str]) -> None:
+        """Run ``vllm bench serve`` with these flags."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(values) + "\n")
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass  # it has ended already; its exit code and log say why
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._folder.cleanup()
+
+
 def run_load(
     url: str,
     requests: list[Request],
@@ -77,6 +112,7 @@ def run_load(
     tokenizer: str,
     timeout: float = 3600.0,
     progress: Callable[[float, float, float], None] | None = None,
+    driver: Driver | None = None,
 ) -> dict[str, Any]:
     """Send ``requests`` and measure.
 
@@ -88,6 +124,7 @@ def run_load(
         tokenizer: directory or name of the tokenizer.
         timeout: seconds after which the run is given up.
         progress: called with (seconds, running, waiting) at every reading.
+        driver: one that was started ahead, for one load; else one is started here.
 
     Returns:
         See ``summarise``; plus ``engine`` (from the server), ``load`` and ``series``.
@@ -96,24 +133,16 @@ def run_load(
         FourfoldError: the server does not answer, or vLLM's load generator fails.
     """
     engine = describe(url)
-    with tempfile.TemporaryDirectory(prefix="fourfold-bench-") as folder:
-        out, log = Path(folder) / "result.json", Path(folder) / "driver.log"
-        path = write_requests(requests, Path(folder) / "requests.jsonl")
-        command = [sys.executable, "-m", "fourfold.bench.driver"]
-        command += flags(url, model, tokenizer, path, len(requests), load, out)
-        environment = {**os.environ, "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"), "FOURFOLD": "0"}
-        with Monitor(url, load.interval) as monitor, log.open("wb") as sink:
-            process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=environment)
-            try:
-                _wait(process, monitor, timeout, progress)
-            finally:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
-        if process.returncode or not out.is_file():
+    with nullcontext(driver) if driver else Driver() as worker:
+        out = worker.folder / "result.json"
+        path = write_requests(requests, worker.folder / "requests.jsonl")
+        with Monitor(url, load.interval) as monitor:
+            worker.start(flags(url, model, tokenizer, path, len(requests), load, out))
+            _wait(worker.process, monitor, timeout, progress)
+        if worker.process.returncode or not out.is_file():
             raise FourfoldError(
-                f"vLLM's load generator ended with code {process.returncode}",
-                why=tail(log),
+                f"vLLM's load generator ended with code {worker.process.returncode}",
+                why=tail(worker.log),
             )
         detail = json.loads(out.read_text(encoding="utf-8"))
     result = summarise(detail, load)
@@ -125,7 +154,7 @@ def run_load(
 
 
 def _wait(
-    process: subprocess.Popen[bytes],
+    process: subprocess.Popen[str],
     monitor: Monitor,
     timeout: float,
     progress: Callable[[float, float, float], None] | None,

@@ -13,6 +13,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
+from fourfold.config import Settings
 from fourfold.errors import FourfoldError
 from fourfold.logs import run_module
 
@@ -80,4 +81,8 @@ def _convert(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _convert(Path(sys.argv[1]))
+    # with a folder: the conversion itself, for default_model; without: build the model ahead, as `make install` does
+    if len(sys.argv) > 1:
+        _convert(Path(sys.argv[1]))
+    else:
+        print(default_model(Settings.from_env().cache_dir))

@@ -179,7 +179,7 @@ def _serve_and_load(
 ) -> tuple[dict[str, Any], float, list[Any]]:
     """Start a server, warm it up, find the request rate if it is not known yet, and send the load."""
     from fourfold.bench import showcase
-    from fourfold.bench.load import LoadSettings, run_load
+    from fourfold.bench.load import Driver, LoadSettings, run_load
     from fourfold.bench.server import free_port, running_server
     from fourfold.cli.serve import server_command
 
@@ -190,6 +190,7 @@ def _serve_and_load(
     begin = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="fourfold-demo-") as folder,
+        Driver() as driver,
         working(f"{name}: starting vLLM …") as status,
     ):
         # vLLM keeps one core free for its other processes; on small machines that is half of what there is
@@ -215,7 +216,7 @@ def _serve_and_load(
             def show(seconds: float, running: float, waiting: float) -> None:
                 status.update(f"{title} · {seconds:.0f} s · {running:.0f} running · {waiting:.0f} waiting")
 
-            result = run_load(url, requests, load, model="model", tokenizer=model, progress=show)
+            result = run_load(url, requests, load, model="model", tokenizer=model, progress=show, driver=driver)
     result["start_s"] = round(started, 1)
     result["probe_tokens_per_s"] = round(probe, 1)
     result["kv_bytes_allotted"] = showcase.allotted_bytes(mode, budget, dtype)
