@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
-.PHONY: install demo test test-fast lint tables clean
+.PHONY: install demo test test-fast test-slow lint tables clean
 
 install: $(STAMP)
 
@@ -25,7 +25,10 @@ demo: install
 	$(BIN)/fourfold demo --out report
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: install
+	$(BIN)/python -m pytest -m slow
 
 test-fast: install
 	$(BIN)/python -m pytest -m "not engine and not slow"

@@ -51,6 +51,7 @@ def test_short_answers_start_first_and_no_token_changes(engines: Engines, smollm
     assert "Ranked scheduler (by predicted work)" in engines.log  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_preemption_and_prefix_hits_and_speculation_keep_the_tokens(
     engines: Engines, smollm2: str, token_ids: Ids
 ) -> None:
@@ -71,6 +72,7 @@ def test_preemption_and_prefix_hits_and_speculation_keep_the_tokens(
     assert with_drafts["spec_decode_num_drafts"] > 0
 
 
+@pytest.mark.slow
 def test_sixteen_bit_pages_and_recording(engines: Engines, smollm2: str, token_ids: Ids, tmp_path: Path) -> None:
     """Ranking needs none of the plugin: FOURFOLD=0.  Lengths are recorded with the ranker off as well."""
     from fourfold.rank.trace import read_trace
