@@ -57,7 +57,7 @@ def test_alone_and_in_batches_and_over_http(
     assert pair == alone[:2]
     assert eight == alone
     assert all33[:8] == alone
-    assert len({tuple(t) for t in all33}) > 20  # real answers, not one degenerate token
+    assert len({tuple(t) for t in all33}) > 10  # real answers to five kinds of prompt, not one degenerate token
 
     async def ask(url: str) -> list[list[int]]:
         async with httpx.AsyncClient(timeout=300) as client:
