@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionImpl, AttentionType
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from fourfold.config import Settings
 from fourfold.errors import FourfoldError
-from fourfold.layout import PageLayout
+from fourfold.layout import HEAD_SIZES, MAX_BLOCK, PageLayout
 from fourfold.quant.calibration import Statistics
 from fourfold.quant.params import LayerParams
 
@@ -43,6 +43,27 @@ def check_page(spec: AttentionSpec) -> PageLayout:
             fix="run `fourfold doctor`; report the vLLM version",
         )
     return layout
+
+
+class FourfoldBackend(AttentionBackend):
+    """What 4-bit pages hold on every device."""
+
+    # One call per layer transforms, stores and attends.
+    forward_includes_kv_cache_update = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        # vLLM splits a larger --block-size into kernel blocks of the largest size listed that divides it.
+        return [*range(MAX_BLOCK, 0, -16)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(HEAD_SIZES)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
 
 
 class FourfoldImpl(AttentionImpl):

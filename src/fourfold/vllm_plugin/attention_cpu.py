@@ -6,27 +6,18 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionMetadataBuilder,
-    AttentionType,
-    CommonAttentionMetadata,
-    MultipleOf,
-)
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from fourfold.kernels.cpu.attention import CpuLayer
-from fourfold.layout import HEAD_SIZES, MAX_BLOCK, PageLayout
+from fourfold.layout import PageLayout
 from fourfold.quant.params import LayerParams
-from fourfold.vllm_plugin.attention import CalibrationMetadata, FourfoldImpl, check_page
+from fourfold.vllm_plugin.attention import CalibrationMetadata, FourfoldBackend, FourfoldImpl, check_page
 
 
-class CpuBackend(AttentionBackend):
+class CpuBackend(FourfoldBackend):
     """4-bit pages.  Registered over CPU_ATTN, so it must carry that name."""
 
-    # One call per layer transforms, stores and attends.
-    forward_includes_kv_cache_update = True
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
 
     @staticmethod
@@ -41,15 +32,6 @@ class CpuBackend(AttentionBackend):
     def get_builder_cls() -> type[CpuBuilder]:
         return CpuBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        # vLLM splits a larger --block-size into kernel blocks of the largest size listed that divides it.
-        return [*range(MAX_BLOCK, 0, -16)]
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return list(HEAD_SIZES)
-
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return (KVCacheLayout.LBHNC,)  # one head's part of a page is contiguous
@@ -57,10 +39,6 @@ class CpuBackend(AttentionBackend):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type == AttentionType.DECODER
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:

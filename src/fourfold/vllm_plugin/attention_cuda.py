@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
@@ -20,21 +19,19 @@ from fourfold.kernels.cuda.decode import Decode
 from fourfold.kernels.cuda.pack import PackedParams, pack_params
 from fourfold.kernels.cuda.prefill import COMPUTE, Prefill, plan_prefill, workspace_tokens
 from fourfold.kernels.cuda.store import store
-from fourfold.layout import HEAD_SIZES, MAX_BLOCK, PageLayout
+from fourfold.layout import PageLayout
 from fourfold.quant.params import LayerParams
-from fourfold.vllm_plugin.attention import CalibrationMetadata, FourfoldImpl
+from fourfold.vllm_plugin.attention import CalibrationMetadata, FourfoldBackend, FourfoldImpl
 from fourfold.vllm_plugin.metadata_cuda import SHORT_CHUNK, SHORT_CHUNKS, CudaBuilder, CudaMetadata, Part
 
 MAX_GROUP = 16
 """Query heads per KV head that the kernels are tested with."""
 
 
-class CudaBackend(AttentionBackend):
+class CudaBackend(FourfoldBackend):
     """4-bit pages, as ``--attention-backend CUSTOM``."""
 
     accept_output_buffer = True
-    forward_includes_kv_cache_update = True
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16"]
 
     @staticmethod
@@ -50,11 +47,6 @@ class CudaBackend(AttentionBackend):
         return CudaBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        # vLLM splits a larger --block-size into kernel blocks of the largest size listed that divides it.
-        return [*range(MAX_BLOCK, 0, -16)]
-
-    @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
@@ -63,16 +55,8 @@ class CudaBackend(AttentionBackend):
         return (num_blocks, num_kv_heads, block_size, layout.bytes_per_token_head)
 
     @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return list(HEAD_SIZES)
-
-    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         return bool(capability >= (8, 0))
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type == AttentionType.DECODER
 
 
 def flash_attention(

@@ -145,7 +145,7 @@ class Decode:
         batch = lengths.numel()
         (n_runs, row_blocks), tiling = self.runs(batch, max_query), self.tiling(batch, max_query)
         kernel = load("plan", {"ACT_BF16": self.bf16}, self.device, dependent=False)
-        count = batch + 2 + 8 * n_runs
+        count = self.plan_numbers(batch, max_query)
         if numbers is None:
             numbers = torch.empty(count, dtype=torch.int32, device=self.device)
         runs, cum, meta = numbers[: 8 * n_runs], numbers[8 * n_runs : count - 1], numbers[count - 1 : count]
