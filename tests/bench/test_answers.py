@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
-from fourfold.bench.answers import CUT, MIN_BIGRAMS, check, is_degenerate, repeated_bigrams
+from fourfold.bench.answers import CUT, MIN_BIGRAMS, check, is_degenerate, more_loops, repeated_bigrams
 from fourfold.bench.driver import finish_reasons
 from fourfold.evals.windows import default_text
 
@@ -68,3 +69,12 @@ def test_counts_and_validity() -> None:
 )
 def test_finish_reasons(message: str, reasons: list[str]) -> None:
     assert finish_reasons(message) == reasons
+
+
+def test_chance_of_more_loops_against_closed_forms() -> None:
+    assert more_loops(0, 0, 20) == 1.0
+    assert more_loops(0, 1, 20) == pytest.approx(0.5)  # one loop is in either run
+    assert more_loops(0, 3, 20) == pytest.approx(20 * 19 * 18 / (40 * 39 * 38))
+    assert more_loops(0, 20, 20) == pytest.approx(math.factorial(20) ** 2 / math.factorial(40))
+    chances = [more_loops(2, ours, 24) for ours in range(2, 25)]
+    assert chances == sorted(chances, reverse=True)

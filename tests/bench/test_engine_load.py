@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,12 @@ from fourfold.bench.driver import watch
 from fourfold.bench.load import LoadSettings, run_load
 from fourfold.bench.prompts import Prompt, select
 from fourfold.bench.server import free_port, running_server
+from fourfold.bench.showcase import server_environment
 from fourfold.bench.tokenizer import encoder, load_tokenizer, renderer
 from fourfold.cli.serve import server_command
 from fourfold.config import Settings
+from fourfold.evals.engine import SERVER_ENVIRONMENT, SERVER_FLAGS, ServedEngine, measure_windows
+from fourfold.evals.windows import cut_windows, default_text
 from fourfold.modes import MODES, environment
 
 pytestmark = pytest.mark.engine
@@ -30,9 +34,10 @@ def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     port = free_port()
     flags = ["--port", str(port), "--dtype", "float32", "--max-model-len", "256", "--block-size", "32"]
     flags += ["--kv-cache-memory-bytes", str(KV_BYTES), "--enforce-eager", "--served-model-name", "tiny"]
-    command = server_command(str(tiny_llama), flags, sys.executable)
+    command = server_command(str(tiny_llama), [*flags, *SERVER_FLAGS], sys.executable)
+    environ = {**environment(MODES["bf16"], Settings()), **SERVER_ENVIRONMENT, **server_environment(False)}
     log = tmp_path_factory.mktemp("server") / "log"
-    with running_server(command, environment(MODES["bf16"], Settings()), log, port=port, timeout=300) as url:
+    with running_server(command, environ, log, port=port, timeout=300) as url:
         yield url
 
 
@@ -55,6 +60,26 @@ def test_a_run_measures_preempts_and_describes_the_engine(server: str, tiny_llam
     assert result["engine"]["version"].startswith("0.")
     assert max(result["series"]["waiting"]) > 0
     json.dumps(result, allow_nan=False)
+
+
+def test_quality_of_a_server_is_that_of_the_model(server: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """As the demo measures it: after a load, through the server; against transformers, and against itself."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    windows = cut_windows(load_tokenizer(str(tiny_llama)), default_text(), 2, 96)
+    engine, done = ServedEngine(server, "tiny"), []
+    base = measure_windows(engine, windows, tmp_path, save=True, compare=False, progress=done.append)
+    again = measure_windows(engine, windows, tmp_path, save=False, compare=True)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    with torch.no_grad():
+        ids = torch.tensor(windows)
+        nll = torch.nn.functional.cross_entropy(model(ids).logits[:, :-1].reshape(-1, 512), ids[:, 1:].reshape(-1))
+    assert base["perplexity"] == pytest.approx(math.exp(float(nll)), rel=1e-4)
+    assert (base["positions"], base["dtype"], done) == (2 * 95, "float32", [1, 2])
+    assert again["perplexity"] == pytest.approx(base["perplexity"], rel=1e-6)
+    assert abs(again["kl"]) < 1e-6
+    assert again["top1_agreement"] == 1.0
 
 
 async def _serve_stream(events: list[str]) -> asyncio.Server:

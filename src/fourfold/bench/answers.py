@@ -9,6 +9,7 @@ from ``REPEATED_BIGRAMS`` on, if it is at least ``MIN_BIGRAMS`` long.  A text wi
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,6 +60,18 @@ class AnswerCheck:
     def as_json(self) -> dict[str, int]:
         """Plain counts."""
         return {name: getattr(self, name) for name in ("total", "failed", "cut", "empty", "degenerate")}
+
+
+def more_loops(base: int, ours: int, total: int) -> float:
+    """How likely chance gives one of two runs ``ours`` or more of their ``base + ours`` loops (Fisher's exact test).
+
+    Args:
+        base, ours: degenerate answers of either run.
+        total: answers of each.
+    """
+    loops = base + ours
+    ways = sum(math.comb(total, k) * math.comb(total, loops - k) for k in range(ours, min(loops, total) + 1))
+    return ways / math.comb(2 * total, loops)
 
 
 def check(texts: Sequence[str], errors: Sequence[str]) -> AnswerCheck:

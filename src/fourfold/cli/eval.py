@@ -42,7 +42,6 @@ def measure(
     chunk_tokens: int | None = None,
     block_size: int | None = None,
     kv_bytes: int | None = None,
-    tokenizer: Any = None,
 ) -> dict[str, Any]:
     """Perplexity, and with ``divergence`` also KL and agreement, of every mode (see ``evals.perplexity.evaluate``)."""
     from fourfold.bench.tokenizer import load_tokenizer
@@ -50,7 +49,7 @@ def measure(
     from fourfold.evals.windows import cut_windows, read_text
 
     content = read_text(text)
-    words = tokenizer or load_tokenizer(model)
+    words = load_tokenizer(model)
     tokens = cut_windows(words, content, windows, window_tokens)
     plan = {
         mode.name: (

@@ -163,14 +163,7 @@ def evaluate(
     with tempfile.TemporaryDirectory(prefix="fourfold-eval-") as name_of_folder:
         folder = Path(name_of_folder)
         if divergence:
-            need = 4 * vocabulary * sum(len(window) - 1 for window in windows)
-            free = shutil.disk_usage(folder).free
-            if need > free:
-                raise FourfoldError(
-                    f"the baseline's log-probabilities need {need / 2**30:.1f} GiB in {folder.parent}",
-                    why=f"only {free / 2**30:.1f} GiB are free there",
-                    fix="lower --windows, or set TMPDIR to a larger disk",
-                )
+            check_room(folder, windows, vocabulary)
         for name in order:
             engine, environment = modes[name]
             details[name] = run_mode(
@@ -184,21 +177,48 @@ def evaluate(
                 compare=divergence and name != BASELINE,
                 progress=progress,
             )
-    keys = ("perplexity", "kl", "top1_agreement")
-    result = {name: {key: row[key] for key in keys if key in row} for name, row in details.items()}
-    bad = [name for name, row in result.items() if not all(math.isfinite(value) for value in row.values())]
-    if bad:
-        raise FourfoldError(f"KV mode {bad[0]} gave numbers that are not finite", why="its logits hold NaN or infinity")
-    first = next(iter(details.values()))
     return {
-        "modes": result,
+        **summary(details, windows),
         "model": model,
-        "tokens": first["positions"],
-        "windows": len(windows),
-        "window_tokens": len(windows[0]),
-        "dtype": first["dtype"],
         "engines": {
             name: {key: row[key] for key in ("block_size", "num_gpu_blocks", "start_s", "eval_s")}
             for name, row in details.items()
         },
+    }
+
+
+def check_room(folder: Path, windows: list[list[int]], vocabulary: int) -> None:
+    """The baseline's log-probabilities, float32 over the whole vocabulary, must fit into ``folder``.
+
+    Raises:
+        FourfoldError: they do not.
+    """
+    need = 4 * vocabulary * sum(len(window) - 1 for window in windows)
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise FourfoldError(
+            f"the baseline's log-probabilities need {need / 2**30:.1f} GiB in {folder.parent}",
+            why=f"only {free / 2**30:.1f} GiB are free there",
+            fix="lower --windows, or set TMPDIR to a larger disk",
+        )
+
+
+def summary(details: Mapping[str, Mapping[str, Any]], windows: list[list[int]]) -> dict[str, Any]:
+    """What ``engine.measure_windows`` gave for every mode, as one result.
+
+    Raises:
+        FourfoldError: a number is not finite.
+    """
+    keys = ("perplexity", "kl", "top1_agreement")
+    modes = {name: {key: row[key] for key in keys if key in row} for name, row in details.items()}
+    bad = [name for name, row in modes.items() if not all(math.isfinite(value) for value in row.values())]
+    if bad:
+        raise FourfoldError(f"KV mode {bad[0]} gave numbers that are not finite", why="its logits hold NaN or infinity")
+    first = next(iter(details.values()))
+    return {
+        "modes": modes,
+        "tokens": first["positions"],
+        "windows": len(windows),
+        "window_tokens": len(windows[0]),
+        "dtype": first["dtype"],
     }
