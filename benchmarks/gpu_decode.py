@@ -48,11 +48,10 @@ def time_fourfold(shape: Shape, pages: Pages, device: torch.device) -> tuple[flo
     packed = pack_params(params, torch.bfloat16, device)
     scale = shape.head_size**-0.5
     decode = Decode(shape.layout, shape.heads, scale=scale, dtype=torch.bfloat16, device=device)
-    plan = decode.plan(pages.lengths, pages.query_start, 1 + shape.drafts)
+    cut = decode.cut(shape.batch, len(pages.query), 1 + shape.drafts)
+    plan = decode.plan(pages.lengths, pages.query_start, cut)
     out = torch.full_like(pages.query, float("nan"))
-    scratch = torch.empty(
-        decode.scratch_bytes(len(pages.query), shape.batch, 1 + shape.drafts), dtype=torch.uint8, device=device
-    )
+    scratch = torch.empty(decode.scratch_bytes(cut), dtype=torch.uint8, device=device)
     calls = [lambda t=t: decode(pages.query, pages.cache, t, plan, packed, out, scratch) for t in pages.tables]  # type: ignore[misc]
     calls[0]()
     n = 1 + shape.drafts

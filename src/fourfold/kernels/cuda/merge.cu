@@ -1,4 +1,4 @@
-// Merges the partial results of a sequence's runs, adds the sink centre, rotates the output back and adds the centre.
+// Merges the partial results of a query tile's runs, adds the sink centre, rotates the output back and adds the centre.
 //
 // Compile-time: DV, GROUP, SINK, ACT_BF16.  out = (sum_i 2^(m_i - M) (acc_i + p0_i sink) / Z) Wo + centre.
 // A block of 8 warps takes up to 16 query rows of one KV head, so that the matrix is read once for 16 rows; the rotation
@@ -13,10 +13,10 @@ constexpr bool AHEAD = OWN * CHUNKS <= 9;           // the matrix fits in regist
 
 struct Args {
   const float* po; const float* pm;                 // as written by decode.cu
-  const int* cum; const int* meta; const int* q_start;
+  const int4* tiles; const int* cum; const int* tile_of; const int* meta; // see plan.cu
   const uint4* wo; const float* centre; const float* sink; // packed [TILES, CHUNKS, 32 lanes], [HK, DV], [HK, DV] or null
   u16* out; i64 out_stride;                         // [tokens, H, DV], elements a token
-  int batch, kv_heads, row_blocks, rows, rows_block, slots, take;  // rows a sequence and a row block; query rows a block takes (a power of two <= 16)
+  int tokens, rows, slots, take;                    // rows of a tile; query rows a block takes (a power of two <= 16)
 };
 
 extern "C" __global__ void __launch_bounds__(256) merge(const __grid_constant__ Args a) {
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(256) merge(const __grid_constant__ 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q4 = lane & 3;
   const int hk = blockIdx.y, v0 = blockIdx.x * a.take, sharers = max(8 / a.take, 1);
   const int wide = 8 / sharers;                     // rows at a time; `sharers` warps share one row, by runs
-  const int n_rows = min(a.take, a.batch * a.rows - v0);
+  const int n_rows = min(a.take, a.tokens * GROUP - v0);
   uint4 w[AHEAD ? OWN : 1][AHEAD ? CHUNKS : 1];
   if constexpr (AHEAD) {
 #pragma unroll
@@ -39,13 +39,14 @@ extern "C" __global__ void __launch_bounds__(256) merge(const __grid_constant__ 
   const int per = a.meta[0];
   __syncthreads();
   for (int r = warp % wide; r < n_rows; r += wide) {
-    const int seq = (v0 + r) / a.rows, row = (v0 + r) % a.rows, rb = row / a.rows_block;
-    const int c0 = a.cum[seq], c1 = a.cum[seq + 1], ql = a.q_start[seq + 1] - a.q_start[seq];
+    const int token = (v0 + r) / GROUP, tile = a.tile_of[token];
+    int c0 = 0, c1 = 0, row = 0;
+    if (tile >= 0) { c0 = a.cum[tile]; c1 = a.cum[tile + 1]; row = (token - a.tiles[tile].z) * GROUP + (v0 + r) % GROUP; }
     wait_predecessor();
     release_successor();
-    if (c1 == c0 || row >= ql * GROUP) continue;
-    const int w0 = c0 / per, count = (c1 - 1) / per - w0 + 1, stride = min(a.rows, a.rows_block);
-    const i64 at = ((i64)(hk * a.row_blocks + rb) * a.slots + w0 + seq) * stride + row - rb * a.rows_block;
+    if (c1 == c0) continue;
+    const int w0 = c0 / per, count = (c1 - 1) / per - w0 + 1, stride = a.rows;
+    const i64 at = ((i64)hk * a.slots + w0 + tile) * stride + row;
     const float4* pm = (const float4*)a.pm;
     float top = -1e30f, acc[VEC][4], z = 0.f, p0 = 0.f;
 #pragma unroll
@@ -142,13 +143,11 @@ extern "C" __global__ void __launch_bounds__(256) merge(const __grid_constant__ 
     const float2 centre = *(const float2*)(a.centre + hk * DV + e);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const int r = g + 8 * half, seq = (v0 + r) / a.rows, row = (v0 + r) % a.rows;
-      if (r >= n_rows) continue;
-      const int q0 = a.q_start[seq];
-      if (row >= (a.q_start[seq + 1] - q0) * GROUP) continue;
+      const int r = g + 8 * half, token = (v0 + r) / GROUP;
+      if (r >= n_rows || a.tile_of[token] < 0) continue;
       const bool any = stat[r][0] > 0.f;                     // a sequence of length 0 gives zeros
       const u32 v = any ? pack_act(d[2 * half] + centre.x, d[2 * half + 1] + centre.y) : 0;
-      *(u32*)(a.out + (q0 + row / GROUP) * a.out_stride + (hk * GROUP + row % GROUP) * DV + e) = v;
+      *(u32*)(a.out + token * a.out_stride + (hk * GROUP + (v0 + r) % GROUP) * DV + e) = v;
     }
   }
 }
