@@ -251,7 +251,7 @@ def test_store_gives_the_same_bytes_however_many_tokens(cuda, metric):
             store(key[part], value[part], cache, slots[part], positions[part], layout, packed)
         caches.append(cache)
     assert all((cache == caches[0]).all() for cache in caches)
-    assert (caches[0].float().std() > 50).item()
+    assert (caches[0].float().std() > 30).item()
 
 
 def test_dequantised_pages_are_the_codecs_rows(cuda):
