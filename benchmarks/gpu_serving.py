@@ -33,6 +33,14 @@ MODEL = {
 }  # fmt: skip
 DTYPES = {"bf16": "auto", "fourfold": "auto"}
 """vLLM's --kv-cache-dtype of a mode; any other mode is its own name."""
+CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FOURFOLD_CACHE_DIR")
+"""Where compiled kernels and calibrations are kept."""
+
+
+def rate(text: str) -> tuple[float, int]:
+    """``RATE`` or ``RATE:REQUESTS``."""
+    value, _, requests = text.partition(":")
+    return float(value), int(requests or 1500)
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -94,10 +102,19 @@ async def serve(job: dict[str, Any]) -> list[dict[str, Any]]:
     await asyncio.gather(*(one(engine, f"warm-{i}", 64 + 16 * i, 32) for i in range(32)))
     cache = engine.vllm_config.cache_config
     rows = []
-    for rate in job["rates"]:
-        row = await load(engine, lengths[: job["requests"]], rate, seed=2)
+    for rate, requests in job["rates"]:
+        row = await load(engine, lengths[:requests], rate, seed=2)
         capacity = cache.num_gpu_blocks * cache.block_size
-        rows.append({"mode": job["mode"], "rate": rate, "capacity_tokens": capacity, "start_s": started, **row})
+        rows.append(
+            {
+                "mode": job["mode"],
+                "rate": rate,
+                "requests": requests,
+                "capacity_tokens": capacity,
+                "start_s": started,
+                **row,
+            }
+        )
         print(json.dumps(rows[-1]), flush=True)
     engine.shutdown()
     return rows
@@ -114,12 +131,13 @@ def run_mode(mode: str, options: argparse.Namespace, folder: Path) -> list[dict[
         engine["attention_backend"] = "CUSTOM"
     engine.update(options.engine)
     job = {
-        "mode": mode, "engine": engine, "rates": options.rates, "requests": options.requests,
-        "lengths": str(options.lengths), "result": str(folder / f"{mode}.json"),
+        "mode": mode, "engine": engine, "rates": options.rates, "lengths": str(options.lengths), "result": str(folder / f"{mode}.json"),
     }  # fmt: skip
     path = folder / f"{mode}.job"
     path.write_text(json.dumps(job))
     environment = {**os.environ, "FOURFOLD": str(int(mode == "fourfold"))}
+    if options.cold:
+        environment.update((name, str(folder / mode / name)) for name in CACHES)
     log = options.out / f"{mode}.log"
     with log.open("w") as file:
         done = subprocess.run(
@@ -146,8 +164,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=Path)
     parser.add_argument("--out", type=Path, default=Path("results/gpu_serving"))
     parser.add_argument("--modes", default="bf16,fp8,fourfold,int4_per_token_head,turboquant_4bit_nc")
-    parser.add_argument("--rates", type=float, nargs="+", default=[64.0])
-    parser.add_argument("--requests", type=int, default=1500)
+    parser.add_argument("--rates", type=rate, nargs="+", default=[(64.0, 1500)], help="RATE[:REQUESTS], one start")
+    parser.add_argument("--cold", action="store_true", help="empty caches for every mode, as at a first start")
     parser.add_argument("--kv-gib", type=float, default=5.0)
     parser.add_argument("--max-num-seqs", type=int, default=512)
     parser.add_argument("--engine", type=json.loads, default={}, help="more engine arguments, as JSON")
@@ -174,7 +192,7 @@ def main() -> None:
                     f"start {row['start_s']:.0f} s",
                     flush=True,
                 )
-            config = {"kv_gib": options.kv_gib, "requests": options.requests, "max_num_seqs": options.max_num_seqs,
+            config = {"kv_gib": options.kv_gib, "cold": options.cold, "max_num_seqs": options.max_num_seqs,
                       "engine": options.engine}  # fmt: skip
             result = {"rows": rows, "config": config, "environment": environment()}
             temporary = options.out / "metrics.json.tmp"
