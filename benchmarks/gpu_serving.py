@@ -131,7 +131,8 @@ def run_mode(mode: str, options: argparse.Namespace, folder: Path) -> list[dict[
         engine["attention_backend"] = "CUSTOM"
     engine.update(options.engine)
     job = {
-        "mode": mode, "engine": engine, "rates": options.rates, "lengths": str(options.lengths), "result": str(folder / f"{mode}.json"),
+        "mode": mode, "engine": engine, "rates": options.rates, "lengths": str(options.lengths),
+        "result": str(folder / f"{mode}.json"),
     }  # fmt: skip
     path = folder / f"{mode}.job"
     path.write_text(json.dumps(job))
