@@ -4,8 +4,8 @@
 
 A Llama-3.1-8B-shaped model with random weights.  ``fresh``: 8,192 new tokens.  ``cached``: 8,192 new tokens after a
 prefix of 8,192 that is in the cache.  Medians of seven requests of one answer token, one at a time, each with a prompt
-of its own.  ``--long``: instead, two prompts of 131,000 tokens together, with 95% of the card given to vLLM, so that any
-memory its profiling run did not see would run out.
+of its own.  ``--long``: instead, two prompts of 131,000 tokens together, with 95% of the card given to vLLM, so that
+any memory its profiling run did not see would run out.
 """
 
 from __future__ import annotations
