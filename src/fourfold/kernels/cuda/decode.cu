@@ -4,9 +4,9 @@
 // warp handles at once), ST (copy stages), PS (block size), SOFTCAP, WINDOW, SINK (0/1), MINB (blocks an SM), ACT_BF16.
 //
 // Work: the flattened list of (query tile, unit) of one KV head is cut into equal runs, one a thread block (plan.cu), so
-// a batch of ragged lengths, decodes and prompt chunks alike, is balanced and the grid is fixed.  A unit is 16 * NT tokens,
-// what a warp handles at once; the warps of a block take its units in turn.  Block `run` writes one partial result per
-// tile it touches, in slot run + tile.
+// a batch of ragged lengths, decodes and prompt chunks alike, is balanced and the grid is fixed.  A unit is NW * 16 * NT
+// tokens; warp w takes the w-th part of each.  Block `run` writes one partial result per tile it touches, in slot
+// run + tile.
 //
 // Products: tokens are the M side of both products, query rows the N side.
 //   S^T[16 tokens, 8 rows] = K[16, D] q[D, 8]: a row of K codes comes out of ldmatrix as words of 8 codes; code & 15 is
@@ -22,7 +22,7 @@
 #define NW 4
 constexpr int CK = (D + 31) / 32, CV = (DV + 31) / 32;  // 16-byte chunks of a row in shared memory
 constexpr int RK = 16 * CK, RV = 16 * CV;
-constexpr int UNIT = 16 * NT, ROUND = NW * UNIT;       // tokens of a warp's turn and of all warps'
+constexpr int TILE = 16 * NT, UNIT = NW * TILE;
 constexpr int KB = 16 * RK, VB = 16 * RV;              // bytes of 16 tokens
 constexpr int STAGE = NT * (KB + VB), SCALES = NT * 64;
 constexpr int RING = ST * (STAGE + SCALES);            // bytes a warp
@@ -119,18 +119,18 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
         if (lane < 4) copy16(scales + stage * SCALES + n * 64 + lane * 16, src + PS * (D / 2 + DV / 2) + in_page * 2 + (lane & 1) * 16 + (lane >> 1) * (2 * PS));
       }
     };
-    int next = begin + warp * UNIT;
+    int next = begin + warp * TILE;
     {
       int ahead[ST - 1][NT];  // all page numbers first: they are one latency together, not one each
 #pragma unroll
       for (int i = 0; i < ST - 1; i++)
 #pragma unroll
-        for (int n = 0; n < NT; n++) ahead[i][n] = __ldg(table + min(min(next + i * ROUND, end - 1) + 16 * n, last_group) / PS);
+        for (int n = 0; n < NT; n++) ahead[i][n] = __ldg(table + min(min(next + i * UNIT, end - 1) + 16 * n, last_group) / PS);
 #pragma unroll
       for (int i = 0; i < ST - 1; i++) {
 #pragma unroll
         for (int n = 0; n < NT; n++) page[n] = ahead[i][n];
-        if (next < end) { issue(next, i); next += ROUND; }
+        if (next < end) { issue(next, i); next += UNIT; }
         copy_commit();
       }
       if (next < end) pages(next);
@@ -178,11 +178,11 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
       }
     }
     int stage = 0;
-    for (int t0 = begin + warp * UNIT; t0 < end; t0 += ROUND) {
+    for (int t0 = begin + warp * TILE; t0 < end; t0 += UNIT) {
       copy_wait<ST - 2>();
       __syncwarp();
       const u32 staged = ring + stage * STAGE, tile_scales = scales + stage * SCALES;
-      const bool whole = t0 + UNIT <= all_visible && t0 >= all_inside && !(SINK && t0 == 0);
+      const bool whole = t0 + TILE <= all_visible && t0 >= all_inside && !(SINK && t0 == 0);
       // ---- scores
       float s[NT][NB][4];
 #pragma unroll
@@ -318,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
       }
       __syncwarp();  // every lane is done with this stage's predecessor before it is overwritten
       const int free_stage = stage == 0 ? ST - 1 : stage - 1;
-      if (next < end) { issue(next, free_stage); next += ROUND; if (next < end) pages(next); }
+      if (next < end) { issue(next, free_stage); next += UNIT; if (next < end) pages(next); }
       copy_commit();
       if (++stage == ST) stage = 0;
     }

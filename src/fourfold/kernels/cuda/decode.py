@@ -24,8 +24,8 @@ from fourfold.kernels.cuda.tiling import WARPS, Tiling, choose_tiling
 from fourfold.layout import PageLayout
 
 _LOG2E = math.log2(math.e)
-_PLAN = "PPPPPPPiiiiiiii"
-"""lengths, query_start, the five parts of a Plan, eight sizes."""
+_PLAN = "PPPPPPPiiiiiii"
+"""lengths, query_start, tiles, runs, cum, tile_of, meta, batch, tokens, tiles, queries a tile, runs, unit, window."""
 _QUERY = "PqPPPPiiff"
 """q and its stride, wq, sink, out, aux, tokens, KV heads, scale, sink's scale."""
 _DECODE = "PqqPiPPPPPPPiiiiff"
@@ -165,9 +165,10 @@ class Decode:
             numbers = torch.empty(cut.numbers, dtype=torch.int32, device=self.device)
         sizes = [4 * cut.tiles, 8 * cut.runs, cut.tiles + 1, cut.tokens, 1]
         parts = list(numbers[: cut.numbers].split(sizes))
+        unit = WARPS * 16 * cut.tiling.tokens
         Launch(kernel, _PLAN, (1, 1, 1), 1024)(
             stream_of(self.device), *map(pointer, (lengths, query_start, *parts)), lengths.numel(), cut.tokens,
-            cut.tiles, cut.queries, cut.runs, 16 * cut.tiling.tokens, WARPS, self.window,
+            cut.tiles, cut.queries, cut.runs, unit, self.window,
         )  # fmt: skip
         return Plan(cut, *parts)
 

@@ -14,7 +14,7 @@
 struct Args {
   const int* lengths; const int* q_start;
   int4* tiles; int4* runs; int* cum; int* tile_of; int* meta;
-  int batch, tokens, n_tiles, most, n_runs, unit, least, window;   // least: units of a run
+  int batch, tokens, n_tiles, most, n_runs, unit, window;
 };
 
 // inclusive sum over the block's threads, plus everything of earlier calls in `carry`
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan(const __grid_constant__ 
     if (v < a.n_tiles) a.cum[v + 1] = sum;
   }
   // ---- runs
-  const int per = max((carry + a.n_runs - 1) / a.n_runs, a.least);
+  const int per = max((carry + a.n_runs - 1) / a.n_runs, 1);
   if (tid == 0) a.meta[0] = per;
   for (int w = tid; w < a.n_runs; w += 1024) {
     const int u = w * per;
