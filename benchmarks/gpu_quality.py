@@ -94,6 +94,11 @@ class Run:
                 with (self.options.out / "engine.log").open("a", encoding="utf-8") as sink:
                     sink.write(f"=== {mode.name} {task}\n{log.read_text(encoding='utf-8', errors='replace')}")
 
+    def write(self, name: str, result: dict[str, Any]) -> None:
+        """A file of OUT, with what made it and where."""
+        words = ["python", "benchmarks/gpu_quality.py", *sys.argv[1:]]
+        write_json(self.options.out / name, {**result, "command": words, "environment": environment()})
+
     def kl(self, modes: list[KvMode]) -> None:
         """Perplexity, KL and agreement; the baseline runs first, whatever the modes are."""
         windows: list[list[int]] = self.inputs["windows"][: self.options.limit]
@@ -117,8 +122,7 @@ class Run:
                     return
                 continue
             rows[mode.name] = row
-            result = {**perplexity.summarize(self.model, windows, rows), "chunk_tokens": chunk}
-            write_json(self.options.out / "kl.json", {**result, "environment": environment()})
+            self.write("kl.json", {**perplexity.summarize(self.model, windows, rows), "chunk_tokens": chunk})
             print(
                 f"{mode.name:>30} perplexity {row['perplexity']:9.4f}  KL {row.get('kl', 0.0):.5f}  "
                 f"same first choice {row.get('top1_agreement', 1.0):.4f}  {row['start_s']:.0f} + {row['eval_s']:.0f} s",
@@ -146,8 +150,7 @@ class Run:
             if row is None:
                 continue
             rows[mode.name] = row
-            result = {"modes": rows, "model": self.model, "engine": self.options.engine}
-            write_json(self.options.out / "answers.json", {**result, "environment": environment()})
+            self.write("answers.json", {"modes": rows, "model": self.model, "config": {"engine": self.options.engine}})
             print(
                 f"{mode.name:>30} {len(row['answers'])} answers, {row['output_tokens']} tokens, {row['cut']} cut  "
                 f"{row['start_s']:.0f} + {row['generate_s']:.0f} s",
@@ -187,10 +190,9 @@ def merge(folders: list[Path], name: str) -> dict[str, Any]:
 
 def score(options: argparse.Namespace) -> None:
     """File the results, GSM8K graded by lm-evaluation-harness."""
-    words = ["python", "benchmarks/gpu_quality.py", *sys.argv[1:]]
     kl = merge(options.folders, "kl.json")
     if kl:
-        print(record(options.results, "kl-gpu", kl, command=words))
+        print(record(options.results, "kl-gpu", kl, command=kl["command"]))
     answered = merge(options.folders, "answers.json")
     if answered:
         graded: dict[str, Any] = {}
@@ -201,9 +203,10 @@ def score(options: argparse.Namespace) -> None:
         result = {
             **gsm8k.report(graded, answered["model"]),
             "engines": answered["modes"],
+            "config": answered["config"],
             "environment": answered["environment"],
         }
-        print(record(options.results, "gsm8k-gpu", result, command=words, config=answered["engine"]))
+        print(record(options.results, "gsm8k-gpu", result, command=answered["command"]))
         for mode, row in result["modes"].items():
             pair = result["against_bf16"].get(mode)
             print(
