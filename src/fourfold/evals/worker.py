@@ -30,7 +30,8 @@ class Capture:
     """Wraps ``compute_logits`` and keeps the logits of prompt positions.
 
     With one request in flight a step computes one row to sample from and, for prompt log-probabilities, as many
-    rows as the step has prompt positions; calls with a single row are the former and are left out.
+    rows as the step has prompt positions; calls with a single row are the former and are left out.  vLLM's second
+    model runner also computes a row for the last token of the prompt, which predicts nothing of it.
     """
 
     def __init__(self) -> None:
@@ -43,23 +44,23 @@ class Capture:
         def compute_logits(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             logits = original(hidden_states, *args, **kwargs)
             if logits is not None and hidden_states.shape[0] > 1:
-                self.rows.append(logits.detach().to("cpu"))  # vLLM reads these logits and does not write them
+                self.rows.append(logits.detach())  # vLLM reads these logits and does not write them
             return logits
 
         model.compute_logits = compute_logits
         return type(model).__name__
 
     def take(self, positions: int) -> torch.Tensor:
-        """The ``[positions, vocabulary]`` logits since the last call.
+        """The ``[positions, vocabulary]`` logits since the last call, on the engine's device.
 
         Raises:
             RuntimeError: there are more or fewer rows than positions.
         """
         rows, self.rows = self.rows, []
         have = sum(len(block) for block in rows)
-        if have != positions:
+        if have not in (positions, positions + 1):
             raise RuntimeError(f"vLLM computed logits for {have} prompt positions, not {positions}")
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        return (rows[0] if len(rows) == 1 else torch.cat(rows))[:positions]
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def _score(
     job: dict[str, Any],
 ) -> float:
     """Add one window to the totals, block by block; returns the largest difference to vLLM's own numbers."""
-    targets = torch.tensor(window[1:])
+    targets, reported = torch.tensor(window[1:], device=logits.device), reported.to(logits.device)
     largest = 0.0
     for at in range(0, len(targets), ROWS):
         logp = log_probabilities(logits[at : at + ROWS])
@@ -125,9 +126,9 @@ def _score(
         chosen = logp.gather(1, part[:, None])[:, 0]
         largest = max(largest, float((chosen - reported[at : at + ROWS]).abs().max()))
         if job["save"]:
-            store.write(index, logp, append=at > 0)
+            store.write(index, logp.cpu(), append=at > 0)
         if job["compare"]:
-            totals.add_divergence(store.read(index, at, len(part)), logp)
+            totals.add_divergence(store.read(index, at, len(part)).to(logits.device), logp)
     return largest
 
 
