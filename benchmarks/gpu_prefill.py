@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_serving import DTYPES, MODEL, environment
+from gpu_serving import environment
+from serving_load import DTYPES, MODEL
 
 CHUNK = 8192
 

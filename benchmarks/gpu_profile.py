@@ -17,7 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from gpu_serving import DTYPES, MODEL
+from serving_load import DTYPES, MODEL
 
 PROMPT = 181
 
