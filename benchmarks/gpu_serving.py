@@ -21,7 +21,6 @@ from typing import Any
 from fourfold.files import write_json
 from serving_load import MODEL, JobFailed, engine_arguments, run_job
 
-
 CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FOURFOLD_CACHE_DIR")
 """Where compiled kernels and calibrations are kept."""
 

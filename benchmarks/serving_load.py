@@ -1,8 +1,8 @@
 """What the serving benchmarks share: the model's shape, an engine in a process of its own, Poisson loads, statistics.
 
 The parent calls ``run_job`` and reads rows as they come; the child is this file as a script.  A job is
-``{"labels": {…}, "engine": {AsyncEngineArgs}, "requests": FILE, "rates": [[rate, requests], …], "result": FILE}``, its requests
-``[{"prompt_token_ids": [int, …], "output_tokens": int}, …]``; every row starts with the job's labels.
+``{"labels": {…}, "engine": {AsyncEngineArgs}, "requests": FILE, "rates": [[rate, requests], …], "result": FILE}``,
+its requests ``[{"prompt_token_ids": [int, …], "output_tokens": int}, …]``; every row starts with the job's labels.
 """
 
 from __future__ import annotations

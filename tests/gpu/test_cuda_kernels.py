@@ -170,6 +170,49 @@ def test_a_captured_graph_follows_new_batches(cuda, steps):
         assert out[rows:].isnan().all()  # rows of no sequence are left as they are
 
 
+@pytest.mark.parametrize("tokens", [3, 300, 1500])
+def test_queries_are_transformed_beside_the_store(cuda, tokens):
+    """Right behind ``store`` the first kernel does not wait for it; everything after it must."""
+    layout = PageLayout(16, 8, 128, 128)
+    packed = pack_params(make_params(8, 128, 128, sink=True, metric=True), torch.bfloat16, cuda)
+    kernel = Decode(layout, 32, scale=128**-0.5, dtype=torch.bfloat16, device=cuda)
+    cache = torch.zeros(tokens * 4, 8, layout.head_page_bytes, dtype=torch.uint8, device=cuda)
+    table = torch.randperm(tokens * 4, dtype=torch.int32, device=cuda).view(tokens, 4)
+    lengths = torch.randint(1, 65, (tokens,), dtype=torch.int32, device=cuda)
+    start = torch.arange(tokens + 1, dtype=torch.int32, device=cuda)
+    positions = lengths.long() - 1
+    slots = table.gather(1, positions[:, None] // 16)[:, 0].long() * 16 + positions % 16
+    plan = kernel.plan(lengths, start, kernel.cut(tokens, tokens, 1))
+    scratch = torch.empty(kernel.scratch_bytes(plan.cut), dtype=torch.uint8, device=cuda)
+    query = torch.zeros(tokens, 32, 128, dtype=torch.bfloat16, device=cuda)
+    key, value = (torch.zeros(tokens, 8, 128, dtype=torch.bfloat16, device=cuda) for _ in range(2))
+    new, out = [torch.zeros_like(x) for x in (query, key, value)], torch.zeros_like(query)
+
+    def step() -> None:
+        for held, fresh in zip((query, key, value), new, strict=True):
+            held.copy_(fresh)
+        store(key, value, cache, slots, positions, layout, packed)
+        kernel(query, cache, table, plan, packed, out, scratch, after_store=True)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            step()
+    for _ in range(10):
+        for fresh in new:
+            fresh.normal_()
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = torch.full_like(out, float("nan"))
+        kernel(query, cache, table, plan, packed, expected, scratch)
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+        assert out.isfinite().all()
+
+
 def test_offsets_beyond_four_gib(cuda):
     layout = PageLayout(16, 8, 128, 128)
     pages = (5 << 30) // layout.page_bytes

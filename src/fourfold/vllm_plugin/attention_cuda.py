@@ -255,7 +255,10 @@ class CudaImpl(FourfoldImpl):
             if space is None:
                 size = (decode.scratch_bytes(plan.cut),)
                 space = m.space[decode] = _workspace((size, torch.uint8), device=self.device)
-            decode(query[: m.rows], cache, m.block_table, plan, self._packed, output[: m.rows], space[0])
+            decode(
+                query[: m.rows], cache, m.block_table, plan, self._packed, output[: m.rows], space[0],
+                after_store=stores,
+            )  # fmt: skip
         pieces = m.pieces.get(self.window)
         if pieces:
             dense = m.space.get(self.window)

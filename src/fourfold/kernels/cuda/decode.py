@@ -26,8 +26,8 @@ from fourfold.layout import PageLayout
 _LOG2E = math.log2(math.e)
 _PLAN = "PPPPPPPiiiiiii"
 """lengths, query_start, tiles, runs, cum, tile_of, meta, batch, tokens, tiles, queries a tile, runs, unit, window."""
-_QUERY = "PqPPPPiiff"
-"""q and its stride, wq, sink, out, aux, tokens, KV heads, scale, sink's scale."""
+_QUERY = "PqPPPPiiiff"
+"""q and its stride, wq, sink, out, aux, tokens, KV heads, whether after store, scale, sink's scale."""
 _DECODE = "PqqPiPPPPPPPiiiiff"
 """cache and its strides, table and its stride, the plan's three, q, aux, po, pm, four sizes, k_factor, cap."""
 _MERGE = "PPPPPPPPPPqiiii"
@@ -83,7 +83,7 @@ class Plan:
     cum: torch.Tensor
     tile_of: torch.Tensor
     meta: torch.Tensor
-    steps: dict[tuple[Decode, bool], _Step] = field(default_factory=dict)
+    steps: dict[tuple[Decode, bool, bool], _Step] = field(default_factory=dict)
 
 
 class Decode:
@@ -193,6 +193,7 @@ class Decode:
         params: PackedParams,
         out: torch.Tensor,
         scratch: torch.Tensor | None = None,
+        after_store: bool = False,
     ) -> None:
         """Queue the attention of one layer.
 
@@ -202,11 +203,13 @@ class Decode:
             block_table: [B, pages a sequence] int32.
             out: [tokens, H, Dv], heads and elements contiguous; rows of no sequence are left as they are.
             scratch: uint8, at least ``scratch_bytes``; allocated here if None.
+            after_store: what was queued last is ``store``, and nothing before it still writes ``query``; the first
+                kernel then runs beside it.
         """
-        key = (self, params.sink)
+        key = (self, params.sink, after_store)
         step = plan.steps.get(key)
         if step is None:
-            step = plan.steps[key] = self._prepare(plan, params.sink)
+            step = plan.steps[key] = self._prepare(plan, *key[1:])
         if scratch is None:
             scratch = torch.empty(sum(step.scratch), dtype=torch.uint8, device=self.device)
         stream = stream_of(self.device)
@@ -225,7 +228,7 @@ class Decode:
             out.data_ptr(), out.stride(0), *step.merge_tail,
         )  # fmt: skip
 
-    def kernels(self, tiling: Tiling, sink: bool) -> tuple[Kernel, Kernel, Kernel]:
+    def kernels(self, tiling: Tiling, sink: bool, after_store: bool = False) -> tuple[Kernel, Kernel, Kernel]:
         """query, decode and merge for one cut, compiled if need be; ``sink``: position 0 has its own centre."""
         layout = self.layout
         common = {"GROUP": self.group, "SINK": int(sink), "ACT_BF16": self.bf16}
@@ -234,27 +237,28 @@ class Decode:
             "ST": tiling.stages, "PS": layout.block_size, "SOFTCAP": int(self.soft_cap > 0),
             "WINDOW": int(self.window > 0), "MINB": tiling.blocks, **common,
         }  # fmt: skip
-        # The first kernel starts after everything queued before it has ended; so the second may read pages and plan
-        # before it waits for the first.
+        # The first kernel lets the second start when everything queued before it has ended; so the second may read
+        # pages and plan before it waits for the first.
         return (
-            load("query", {"D": layout.head_size, **common}, self.device, dependent=False),
+            load("query", {"D": layout.head_size, **common}, self.device, dependent=after_store),
             load("decode", defines, self.device, tiling.shared(layout)),
             load("merge", {"DV": layout.head_size_v, **common}, self.device),
         )
 
-    def _prepare(self, plan: Plan, sink: bool) -> _Step:
+    def _prepare(self, plan: Plan, sink: bool, after_store: bool) -> _Step:
         layout, cut, heads = self.layout, plan.cut, self.layout.num_kv_heads
         d, tiling, total = layout.head_size, cut.tiling, cut.tokens * self.group
         rows, slots = cut.queries * self.group, cut.runs + cut.tiles
-        query, decode, merge = self.kernels(tiling, sink)
+        query, decode, merge = self.kernels(tiling, sink, after_store)
         cap = self.soft_cap * _LOG2E if self.soft_cap > 0 else 1.0
         take = next((t for t in (16, 8, 4, 2) if -(-total // t) * heads >= self.multiprocessors), 1)
         blocks = min(-(-total // 16), max(self.multiprocessors * 4 // heads, 1))
+        merges = min(-(-total // take), max(self.multiprocessors * 2 // heads, 1))
         return _Step(
             query=Launch(query, _QUERY, (blocks, heads, 1), 256 if d > 128 else 128),
             decode=Launch(decode, _DECODE, (cut.runs, heads, 1), WARPS * 32, tiling.shared(layout)),
-            merge=Launch(merge, _MERGE, (-(-total // take), heads, 1), 256),
-            query_tail=(cut.tokens, heads, query_scale(self.scale), self.scale * _LOG2E),
+            merge=Launch(merge, _MERGE, (merges, heads, 1), 256),
+            query_tail=(cut.tokens, heads, int(after_store), query_scale(self.scale), self.scale * _LOG2E),
             decode_plan=tuple(map(pointer, (plan.tiles, plan.cum, plan.runs))),
             decode_tail=(heads, rows, slots, self.window, 2.0**24 / QUERY_GAIN / cap, cap),
             merge_plan=tuple(map(pointer, (plan.tiles, plan.cum, plan.tile_of, plan.meta))),
