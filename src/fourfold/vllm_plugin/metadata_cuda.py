@@ -98,8 +98,11 @@ class CudaBuilder(AttentionMetadataBuilder[CudaMetadata]):
                 decode = self.decode[window] = impl.decode(layout)
                 cuts = impl.cuts(decode)
                 self.numbers[window] = torch.empty(max(cut.numbers for cut in cuts), dtype=torch.int32, device=device)
-                for tiling in {cut.tiling for cut in cuts}:  # nothing is compiled while requests wait
-                    decode.kernels(tiling, impl.sink)
+                for tiling in {
+                    cut.tiling for cut in cuts
+                }:  # nothing is compiled while requests wait or graphs are made
+                    for after_store in (False, True):
+                        decode.kernels(tiling, impl.sink, after_store)
 
     @property
     def captured(self) -> int:
