@@ -98,9 +98,7 @@ class CudaBuilder(AttentionMetadataBuilder[CudaMetadata]):
                 decode = self.decode[window] = impl.decode(layout)
                 cuts = impl.cuts(decode)
                 self.numbers[window] = torch.empty(max(cut.numbers for cut in cuts), dtype=torch.int32, device=device)
-                for tiling in {
-                    cut.tiling for cut in cuts
-                }:  # nothing is compiled while requests wait or graphs are made
+                for tiling in {cut.tiling for cut in cuts}:  # before requests wait and graphs are captured
                     for after_store in (False, True):
                         decode.kernels(tiling, impl.sink, after_store)
 
