@@ -18,6 +18,7 @@ _MODULES = {
     "fa3_bf16": "vllm.vllm_flash_attn",
     "fa3_fp8": "vllm.vllm_flash_attn",
     "turboquant_4bit_nc": "vllm.v1.attention.ops.triton_turboquant_decode",
+    "int4_per_token_head": "vllm.v1.attention.ops.int4_per_token_head",
 }
 
 
@@ -126,9 +127,54 @@ def _turboquant(shape: Shape, device: torch.device) -> tuple[float, float]:
     return 0.0, graph_us([functools.partial(call, t) for t in tables])
 
 
+def _int4(shape: Shape, device: torch.device) -> tuple[float, float]:
+    """Pages written by vLLM's own store; the error is against attention on what was stored, so its quantiser's."""
+    from vllm.v1.attention.backends.triton_attn import MIN_LAUNCH_GRID_SIZE_2D, NUM_PAR_SOFTMAX_SEGMENTS
+    from vllm.v1.attention.ops.triton_reshape_and_cache_flash import (
+        triton_reshape_and_cache_flash_per_token_head_quant,
+    )
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    n, row = 1 + shape.drafts, shape.head_size // 2 + 4
+    tables, pages = _tables(shape, device, shape.block_size * shape.kv_heads * 2 * row)
+    cache = torch.zeros(pages, 2, shape.block_size, shape.kv_heads, row, dtype=torch.uint8, device=device)
+    scales = cache.view(torch.float32)[..., -1]
+    size = (pages, shape.block_size, shape.kv_heads, shape.head_size)
+    keys, values = (torch.empty(size, dtype=torch.bfloat16, device=device).normal_() for _ in range(2))
+    triton_reshape_and_cache_flash_per_token_head_quant(
+        keys.flatten(0, 1), values.flatten(0, 1), cache[:, 0], cache[:, 1], scales[:, 0], scales[:, 1],
+        torch.arange(pages * shape.block_size, device=device), kv_quant_mode=KVQuantMode.INT4_PER_TOKEN_HEAD,
+    )  # fmt: skip
+    query = torch.randn(shape.batch * n, shape.heads, shape.head_size, device=device).bfloat16()
+    start = torch.arange(shape.batch + 1, dtype=torch.int32, device=device) * n
+    lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device)
+    out = torch.empty_like(query)
+    threshold = MIN_LAUNCH_GRID_SIZE_2D // shape.kv_heads
+    segments = (threshold, shape.heads, NUM_PAR_SOFTMAX_SEGMENTS)
+    partial = torch.empty(*segments, shape.head_size, device=device)
+    top, total = torch.empty(segments, device=device), torch.empty(segments, device=device)
+
+    def call(table: torch.Tensor) -> None:
+        unified_attention(
+            q=query, k=cache[:, 0], v=cache[:, 1], out=out, cu_seqlens_q=start, max_seqlen_q=n, seqused_k=lengths,
+            max_seqlen_k=shape.context, softmax_scale=shape.head_size**-0.5, causal=True, window_size=(-1, -1),
+            block_table=table, softcap=0, q_descale=None, k_descale=None, v_descale=None, seq_threshold_3D=threshold,
+            num_par_softmax_segments=NUM_PAR_SOFTMAX_SEGMENTS, softmax_segm_output=partial, softmax_segm_max=top,
+            softmax_segm_expsum=total, kv_quant_mode=KVQuantMode.INT4_PER_TOKEN_HEAD, k_scale_cache=scales[:, 0],
+            v_scale_cache=scales[:, 1],
+        )  # fmt: skip
+
+    call(tables[0])
+    wrong = error(out[-n:], _exact(query, *(_dense(x, tables[0][-1], shape) for x in (keys, values)), shape))
+    del keys, values
+    return wrong, graph_us([functools.partial(call, t) for t in tables])
+
+
 RIVALS: dict[str, Callable[[Shape, torch.device], tuple[float, float]]] = {
     "fa3_bf16": lambda shape, device: _flash_attention(shape, device, torch.bfloat16),
     "fa3_fp8": lambda shape, device: _flash_attention(shape, device, torch.float8_e4m3fn),
     "turboquant_4bit_nc": _turboquant,
+    "int4_per_token_head": _int4,
 }
 """By the name of their column."""

@@ -1,10 +1,13 @@
 """Calibrate the simulator on measured serving runs, state its error, and compare scheduling policies.
 
     python benchmarks/simulate_serving.py RUNS.json LENGTHS.json
+    python benchmarks/simulate_serving.py RUNS.json LENGTHS.json --requests FOLDER --name simulator-scheduling
 
 RUNS.json: ``{"rate": …, "requests": …, "block_size": …, "modes": {name: {"tokens": …, "context_token": …,
 "fit": bool, "measured": {ttft_mean_s: …, …}}}}``.  Modes with ``fit`` share one fit of the times that do not
 depend on the KV mode; the others are predicted with their own ``context_token``, so their error is a test.
+The policies then serve LENGTHS with synthetic rankers of given tau, or what ``scheduling_requests.py`` wrote to FOLDER
+with the embedded ranker.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ from fourfold.lab.engine import EngineConfig
 from fourfold.lab.report import POLICIES, simulate
 from fourfold.lab.steptime import StepTime
 from fourfold.lab.workload import SyntheticRanker, load_lengths, poisson
+from fourfold.rank.base import Ranker
+from fourfold.rank.ngram import NgramRanker
 from fourfold.rank.policy import PolicyConfig
+from scheduling_requests import read_requests
 
 
 def main() -> None:
@@ -32,16 +38,22 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     parser.add_argument("lengths", type=Path)
     parser.add_argument("--results", type=Path, default=Path("results"))
+    parser.add_argument("--name", default="simulator", help="folder under the results folder")
+    parser.add_argument("--requests", type=Path, help="serve these requests, ranked by their text")
     parser.add_argument("--tau", type=float, nargs="+", default=[0.37, 0.45])
     parser.add_argument("--rates", type=float, nargs="+", default=[32.0, 64.0, 128.0])
     parser.add_argument("--seeds", type=int, default=2, help="arrival orders that a cell is averaged over")
     arguments = parser.parse_args()
     runs = json.loads(arguments.runs.read_text())
     lengths = load_lengths(arguments.lengths)
+    served, texts = read_requests(arguments.requests) if arguments.requests else (lengths, None)
     outputs = [output for _, output in lengths]
 
-    def workload(rate: float, seed: int):
-        return poisson(lengths, rate=rate, requests=runs["requests"], seed=seed, max_tokens=2048)
+    def workload(lengths: list[tuple[int, int]], rate: float, seed: int, prompts: list[str] | None = None):
+        return poisson(lengths, rate=rate, requests=runs["requests"], seed=seed, prompts=prompts, max_tokens=2048)
+
+    def ranker(tau: float | None, seed: int) -> Ranker:
+        return NgramRanker.load() if texts else SyntheticRanker(outputs, tau=tau or 0.37, seed=seed)
 
     def engine(mode: dict) -> EngineConfig:
         return EngineConfig(
@@ -51,7 +63,7 @@ def main() -> None:
             runs["max_num_batched_tokens"],
         )
 
-    specs = workload(runs["rate"], 1)
+    specs = workload(lengths, runs["rate"], 1)
     shared = StepTime(**runs["start"])
     models, errors = {}, {}
     for name, mode in runs["modes"].items():
@@ -74,13 +86,14 @@ def main() -> None:
     rows = []
     for name, mode in runs["modes"].items():
         for rate in arguments.rates:
-            for policy, tau in [("fcfs", None), *(("ranked", t) for t in arguments.tau), ("oracle", None)]:
+            taus = [None] if texts else arguments.tau
+            for policy, tau in [("fcfs", None), *(("ranked", t) for t in taus), ("oracle", None)]:
                 cells, began = [], time.perf_counter()
                 for seed in range(1, arguments.seeds + 1):
-                    ranker = SyntheticRanker(outputs, tau=tau or 0.37, seed=seed)
+                    specs = workload(served, rate, seed, texts)
                     config = PolicyConfig(trust_max_tokens=False)
                     summary, _ = simulate(
-                        workload(rate, seed), policy, engine(mode), models[name], ranker=ranker, config=config
+                        specs, policy, engine(mode), models[name], ranker=ranker(tau, seed), config=config
                     )
                     cells.append(asdict(summary))
                 mean = {key: float(np.mean([cell[key] for cell in cells])) for key in cells[0]}
@@ -98,7 +111,7 @@ def main() -> None:
         "errors": errors,
         "policies": rows,
     }
-    record(arguments.results, "simulator", result, command=["python", *sys.argv], config=runs)
+    record(arguments.results, arguments.name, result, command=["python", *sys.argv], config=runs)
 
 
 if __name__ == "__main__":

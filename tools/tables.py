@@ -10,7 +10,7 @@ A block looks like this; NAME is a folder under results/, and the text between t
     <!-- /results -->
 
 ``results:NAME:KIND`` picks a table: ``modes`` (default: one column a KV mode), ``rows`` (kernel benchmarks),
-``eval`` (perplexity and KL), ``capacity``.
+``eval`` (perplexity and KL), ``capacity``, ``serving`` (one row a KV mode and load).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-BLOCK = re.compile(r"(<!-- results:([a-z0-9-]+)(?::([a-z]+))? -->\n).*?(<!-- /results -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- results:([a-z0-9_-]+)(?::([a-z]+))? -->\n).*?(<!-- /results -->)", re.DOTALL)
 MODE_ROWS = (
     ("capacity_tokens", "KV capacity, tokens", "{:,.0f}"),
     ("ttft_mean_s", "TTFT mean, s", "{:.2f}"),
@@ -102,11 +102,24 @@ def rows_table(result: Mapping[str, Any]) -> str:
     return table(head, body)
 
 
+def serving_table(result: Mapping[str, Any]) -> str:
+    """Loads of the serving benchmark, one row a KV mode and rate."""
+    columns = (
+        ("rate", "requests/s", "{:.0f}"), ("capacity_tokens", "KV capacity, tokens", "{:,}"),
+        ("ttft_mean_s", "TTFT mean, s", "{:.2f}"), ("ttft_p99_s", "p99", "{:.2f}"),
+        ("tpot_mean_ms", "TPOT mean, ms", "{:.1f}"), ("tpot_p99_ms", "p99", "{:.1f}"),
+        ("output_tokens_per_s", "output tokens/s", "{:,.0f}"), ("preemptions", "preemptions", "{:,.0f}"),
+    )  # fmt: skip
+    rows = [[row["mode"], *(show(form, row.get(key)) for key, _, form in columns)] for row in result["rows"]]
+    return table(["KV mode", *(name for _, name, _ in columns)], rows)
+
+
 KINDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "modes": modes_table,
     "eval": eval_table,
     "capacity": capacity_table,
     "rows": rows_table,
+    "serving": serving_table,
 }
 
 

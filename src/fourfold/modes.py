@@ -71,20 +71,20 @@ MODES: dict[str, KvMode] = {
 }
 
 
-def parse_modes(text: str) -> list[KvMode]:
-    """``"bf16,fourfold"`` to modes, in that order and without repeats.
+def parse_modes(text: str, known: Mapping[str, KvMode] = MODES) -> list[KvMode]:
+    """``"bf16,fourfold"`` to modes of those that are ``known``, in that order and without repeats.
 
     Raises:
         FourfoldError: for an unknown or an empty list.
     """
     names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    unknown = [name for name in names if name not in MODES]
+    unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise FourfoldError(
             f"unknown KV mode {', '.join(unknown)}" if unknown else "no KV mode given",
-            fix=f"use a comma-separated list of {', '.join(MODES)}",
+            fix=f"use a comma-separated list of {', '.join(known)}",
         )
-    return [MODES[name] for name in names]
+    return [known[name] for name in names]
 
 
 def environment(mode: KvMode, settings: Settings, base: Mapping[str, str] | None = None) -> dict[str, str]:

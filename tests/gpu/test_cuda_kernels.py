@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 2e-3}
 
 
-def decode(batch, params, device, *, soft_cap=0.0, window=0, tiling=None):
+def decode(batch, params, device, *, soft_cap=0.0, window=0, tiling=None, usual=None):
     """Outputs of the CUDA path; poisoned first, so that an element left out shows."""
     layout, scale = batch.layout, batch.layout.head_size**-0.5
     kernel = Decode(
@@ -37,7 +37,7 @@ def decode(batch, params, device, *, soft_cap=0.0, window=0, tiling=None):
     )
     lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=device)
     start = batch.query_start.to(device)
-    plan = kernel.plan(lengths, start, max(batch.queries))
+    plan = kernel.plan(lengths, start, kernel.cut(len(batch.lengths), len(batch.query), max(batch.queries), usual))
     shape = (*batch.query.shape[:2], layout.head_size_v)
     out = torch.full(shape, float("nan"), dtype=batch.dtype, device=device)
     packed = pack_params(params, batch.dtype, device)
@@ -86,6 +86,18 @@ def test_short_chunks_run_as_decodes(cuda, head_size, heads):
     assert relative_error(decode(batch, params, cuda), batch.oracle(params, head_size**-0.5)) < LIMIT[torch.bfloat16]
 
 
+@pytest.mark.parametrize("usual", [1, 2, 6])
+@pytest.mark.parametrize(("head_size", "group"), [(64, 1), (128, 4), (128, 6), (128, 16), (256, 3)])
+def test_decodes_and_chunks_share_a_launch(cuda, head_size, group, usual):
+    """More sequences than a block has threads, and chunks among them, with tiles made for ``usual`` tokens."""
+    lengths = [1 + i % 37 for i in range(1100)] + [180, 90, 40]
+    queries = [1] * 1100 + [180, 30, 3]
+    batch = Batch(PageLayout(16, 1, head_size, head_size), lengths, queries, group, torch.bfloat16)
+    params = make_params(1, head_size, head_size, sink=True, metric=False)
+    out = decode(batch, params, cuda, window=50, usual=usual)
+    assert relative_error(out, batch.oracle(params, head_size**-0.5, window=50)) < LIMIT[torch.bfloat16]
+
+
 @pytest.mark.parametrize(("soft_cap", "window"), [(20.0, 0), (0.0, 1), (0.0, 33), (15.0, 100)])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_soft_cap_and_window(cuda, soft_cap, window, drafts):
@@ -107,25 +119,33 @@ def test_every_tiling_gives_the_same(cuda, tiling):
     assert relative_error(out, batch.oracle(params, 128**-0.5)) < LIMIT[torch.float16]
 
 
-def test_a_captured_graph_follows_new_lengths(cuda):
-    """Lengths, tables and queries change between replays; grids and scratch do not."""
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([([30, 400, 7], [1, 1, 1]), ([500, 0, 16], [1, 1, 1])], id="decodes"),
+        pytest.param([([30, 400, 7], [1, 1, 1]), ([60, 0, 16], [55, 0, 3]), ([9, 200], [2, 60])], id="mixed"),
+    ],
+)
+def test_a_captured_graph_follows_new_batches(cuda, steps):
+    """Lengths, chunks, tables and queries change between replays; grids and scratch do not."""
     layout = PageLayout(16, 2, 128, 128)
     params = make_params(2, 128, 128, sink=True, metric=False)
     packed = pack_params(params, torch.bfloat16, cuda)
     kernel = Decode(layout, 8, scale=128**-0.5, dtype=torch.bfloat16, device=cuda)
-    batches = [Batch(layout, lengths, [1] * 3, 8, torch.bfloat16) for lengths in ([30, 400, 7], [500, 0, 16])]
-    pages = max(b.cache.shape[0] for b in batches)
-    width = max(b.table.shape[1] for b in batches)
+    batches = [Batch(layout, lengths, queries, 8, torch.bfloat16) for lengths, queries in steps]
+    pages, width = max(len(b.cache) for b in batches), max(b.table.shape[1] for b in batches)
+    tokens = max(len(b.query) for b in batches)
     cache = torch.zeros(pages, *batches[0].cache.shape[1:], dtype=torch.uint8, device=cuda)
     table = torch.zeros(3, width, dtype=torch.int32, device=cuda)
     lengths = torch.ones(3, dtype=torch.int32, device=cuda)
     start = batches[0].query_start.to(cuda)
-    query = torch.zeros_like(batches[0].query, device=cuda)
+    query = torch.zeros(tokens, *batches[0].query.shape[1:], dtype=torch.bfloat16, device=cuda)
     out = torch.zeros_like(query)
-    scratch = torch.empty(kernel.scratch_bytes(3, 3, 1), dtype=torch.uint8, device=cuda)
+    cut = kernel.cut(3, tokens, 1) if tokens == 3 else kernel.cut(3, tokens, usual=1)
+    scratch = torch.empty(kernel.scratch_bytes(cut), dtype=torch.uint8, device=cuda)
 
     def step() -> None:
-        plan = kernel.plan(lengths, start, 1)
+        plan = kernel.plan(lengths, start, cut)
         kernel(query, cache, table, plan, packed, out, scratch)
 
     step()
@@ -134,15 +154,63 @@ def test_a_captured_graph_follows_new_lengths(cuda):
     with torch.cuda.graph(graph):
         step()
     for batch in batches:
-        cache[: batch.cache.shape[0]] = batch.cache.to(cuda)
+        count, rows = len(batch.lengths), len(batch.query)
+        cache[: len(batch.cache)] = batch.cache.to(cuda)
         table.zero_()
-        table[:, : batch.table.shape[1]] = batch.table.to(cuda)
-        lengths.copy_(torch.tensor(batch.lengths))
-        query.copy_(batch.query)
+        table[:count, : batch.table.shape[1]] = batch.table.to(cuda)
+        lengths.fill_(7)  # of a sequence that is not there: its query tokens are none
+        lengths[:count].copy_(torch.tensor(batch.lengths))
+        start.fill_(rows)
+        start[: count + 1] = batch.query_start.to(cuda)
+        query[:rows] = batch.query.to(cuda)
         out.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
-        assert relative_error(out, batch.oracle(params, 128**-0.5)) < LIMIT[torch.bfloat16]
+        assert relative_error(out[:rows], batch.oracle(params, 128**-0.5)) < LIMIT[torch.bfloat16]
+        assert out[rows:].isnan().all()  # rows of no sequence are left as they are
+
+
+@pytest.mark.parametrize("tokens", [3, 300, 1500])
+def test_queries_are_transformed_beside_the_store(cuda, tokens):
+    """Right behind ``store`` the first kernel does not wait for it; everything after it must."""
+    layout = PageLayout(16, 8, 128, 128)
+    packed = pack_params(make_params(8, 128, 128, sink=True, metric=True), torch.bfloat16, cuda)
+    kernel = Decode(layout, 32, scale=128**-0.5, dtype=torch.bfloat16, device=cuda)
+    cache = torch.zeros(tokens * 4, 8, layout.head_page_bytes, dtype=torch.uint8, device=cuda)
+    table = torch.randperm(tokens * 4, dtype=torch.int32, device=cuda).view(tokens, 4)
+    lengths = torch.randint(1, 65, (tokens,), dtype=torch.int32, device=cuda)
+    start = torch.arange(tokens + 1, dtype=torch.int32, device=cuda)
+    positions = lengths.long() - 1
+    slots = table.gather(1, positions[:, None] // 16)[:, 0].long() * 16 + positions % 16
+    plan = kernel.plan(lengths, start, kernel.cut(tokens, tokens, 1))
+    scratch = torch.empty(kernel.scratch_bytes(plan.cut), dtype=torch.uint8, device=cuda)
+    query = torch.zeros(tokens, 32, 128, dtype=torch.bfloat16, device=cuda)
+    key, value = (torch.zeros(tokens, 8, 128, dtype=torch.bfloat16, device=cuda) for _ in range(2))
+    new, out = [torch.zeros_like(x) for x in (query, key, value)], torch.zeros_like(query)
+
+    def step() -> None:
+        for held, fresh in zip((query, key, value), new, strict=True):
+            held.copy_(fresh)
+        store(key, value, cache, slots, positions, layout, packed)
+        kernel(query, cache, table, plan, packed, out, scratch, after_store=True)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            step()
+    for _ in range(10):
+        for fresh in new:
+            fresh.normal_()
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = torch.full_like(out, float("nan"))
+        kernel(query, cache, table, plan, packed, expected, scratch)
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+        assert out.isfinite().all()
 
 
 def test_offsets_beyond_four_gib(cuda):
@@ -157,7 +225,8 @@ def test_offsets_beyond_four_gib(cuda):
     params = make_params(8, 128, 128, sink=False, metric=False)
     kernel = Decode(layout, 8, scale=128**-0.5, dtype=torch.bfloat16, device=cuda)
     out = torch.zeros_like(batch.query, device=cuda)
-    plan = kernel.plan(torch.tensor([40], dtype=torch.int32, device=cuda), batch.query_start.to(cuda), 1)
+    lengths, start = torch.tensor([40], dtype=torch.int32, device=cuda), batch.query_start.to(cuda)
+    plan = kernel.plan(lengths, start, kernel.cut(1, 1, 1))
     packed = pack_params(params, torch.bfloat16, cuda)
     kernel(batch.query.to(cuda), cache, moved.to(cuda), plan, packed, out)
     assert relative_error(out, batch.oracle(params, 128**-0.5)) < LIMIT[torch.bfloat16]
@@ -208,6 +277,24 @@ def test_store_is_as_good_as_the_codec(cuda, head_size, block, dtype, metric):
     assert errors[0] < errors[2] * 1.03
     assert errors[1] < errors[3] * 1.03
     assert (got == want).float().mean() > (0.8 if metric else 0.95)
+
+
+@pytest.mark.parametrize("metric", [False, True])
+def test_store_gives_the_same_bytes_however_many_tokens(cuda, metric):
+    """The number of tokens decides how the work is spread, never what is written."""
+    layout, tokens = PageLayout(16, 3, 128, 128), 6000
+    packed = pack_params(make_params(3, 128, 128, sink=True, metric=metric), torch.bfloat16, cuda)
+    key, value = (torch.randn(tokens, 3, 128, dtype=torch.bfloat16, device=cuda) for _ in range(2))
+    slots, positions = torch.randperm(tokens, device=cuda), torch.arange(tokens, device=cuda) % 40
+    caches = []
+    for step in (16, 700, 1400, 2800, tokens):
+        cache = torch.zeros(tokens // 16, 3, layout.head_page_bytes, dtype=torch.uint8, device=cuda)
+        for i in range(0, tokens, step):
+            part = slice(i, i + step)
+            store(key[part], value[part], cache, slots[part], positions[part], layout, packed)
+        caches.append(cache)
+    assert all((cache == caches[0]).all() for cache in caches)
+    assert (caches[0].float().std() > 30).item()
 
 
 def test_dequantised_pages_are_the_codecs_rows(cuda):

@@ -7,7 +7,7 @@ import pytest
 from fourfold.errors import FourfoldError
 from fourfold.rank.features import prompt_codes
 from fourfold.rank.trace import TraceWriter, is_trace, read_trace
-from fourfold.rank.training import Options, load_data, train_ngram
+from fourfold.rank.training import Options, load_data, load_split, train_ngram
 
 
 def _fill(path, name, count):
@@ -79,3 +79,21 @@ def test_a_trace_trains_a_ranker(tmp_path):
     ranker = train_ngram(data, Options(max_steps=30))
     assert ranker.score(["explain 5"])[0] > ranker.score(["yes or no 5"])[0]
     assert ranker.metadata["lengths"] == "tokens of the trace"
+
+
+@pytest.mark.parametrize("with_prompts", [True, False])
+def test_what_trains_a_ranker_does_not_judge_it(tmp_path, with_prompts):
+    """`ranker train` reads hashes, `ranker evaluate` text; on a trace that has both, they must hold out the same."""
+    path = tmp_path / "t.jsonl"
+    prompts = [f"prompt number {i}" for i in range(400)]
+    with TraceWriter(path, with_prompts=with_prompts) as trace:
+        for i, prompt in enumerate(prompts):
+            trace.write(prompt, prompt_tokens=4, output_tokens=i + 1, finish="stop")
+    trained = {codes.tobytes() for codes in load_data(path).train.codes}
+    if not with_prompts:
+        with pytest.raises(FourfoldError, match="no prompt text"):
+            load_split(path)
+        return
+    held = {prompt_codes(example.prompt).tobytes() for example in load_split(path).held}
+    assert held
+    assert not trained & held

@@ -200,7 +200,7 @@ def compare(task: Task) -> dict[str, Any]:
     """Serve, load and measure every mode; metrics.json without the environment."""
     from fourfold.bench import showcase
     from fourfold.bench.record import without_paths
-    from fourfold.evals.perplexity import summary
+    from fourfold.evals.perplexity import summarize
 
     with tempfile.TemporaryDirectory(prefix="fourfold-demo-") as name, ThreadPoolExecutor(1) as pool:
         folder = Path(name)
@@ -209,6 +209,6 @@ def compare(task: Task) -> dict[str, Any]:
             for mode in MODE_NAMES:
                 run.serve(MODES[mode], flags)
         material = run.material.result()
-    quality = summary(run.quality, material.windows)
+    quality = summarize(task.model, material.windows, run.quality)
     metrics = showcase.assemble(run.results, quality, task.budget, task.dtype, task.model, run.rate or 0.0, task.text)
     return {**without_paths(metrics), "phases": run.phases}

@@ -161,7 +161,7 @@ def gsm8k(
     """GSM8K through lm-evaluation-harness, on a server per KV mode, from a local file."""
     from fourfold.bench.server import free_port, running_server
     from fourfold.cli.serve import server_command
-    from fourfold.evals.gsm8k import compare, read_questions, run
+    from fourfold.evals.gsm8k import read_questions, report, run
 
     modes, settings = parse_modes(kv), make_settings(calibration, prefill, None)
     questions = read_questions(data)[:limit]
@@ -177,10 +177,7 @@ def gsm8k(
             with running_server(server_command(model, flags), environment(mode, settings), log, port=port) as url:
                 status.phase(f"{mode.name}: {len(questions)} questions …")
                 results[mode.name] = run(url, "model", model, questions, concurrency=concurrency)
-    differences = compare(results) if "bf16" in results else {}
-    for row in results.values():
-        row.pop("correct")
-    result = {"modes": results, "against_bf16": differences, "model": model, "questions": len(questions)}
+    result = report(results, model)
     if out:
         from fourfold.files import write_json
 
@@ -188,11 +185,11 @@ def gsm8k(
     if as_json:
         emit_json(result)
         return
-    for name, row in results.items():
+    for name, row in result["modes"].items():
         typer.echo(
             f"{name}: {100 * row['exact_match']:.1f}% ({100 * row['low']:.1f} to {100 * row['high']:.1f} at 95%)"
         )
-    for name, row in differences.items():
+    for name, row in result["against_bf16"].items():
         typer.echo(
             f"{name} against bf16: {100 * row['difference']:+.1f} points "
             f"({100 * row['low']:+.1f} to {100 * row['high']:+.1f} at 95%, McNemar p = {row['p_value']:.2f})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -14,12 +15,33 @@ import typer
 from fourfold.cli.common import emit_json, err, make_settings, reports_errors
 from fourfold.config import Settings
 from fourfold.errors import FourfoldError
+from fourfold.modes import KvMode
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Whatever is not an option of ours belongs to vLLM and is handed on untouched."""
 
 SCHEDULER = "fourfold.vllm_plugin.scheduler.RankedScheduler"
 """For --scheduler-cls; gives the asynchronous class where the engine schedules ahead."""
+
+
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL", "max_cudagraph_capture_size": 1024}
+"""Compilation that 4-bit pages are served with on CUDA, unless a flag asks for another.
+
+The kernels take decodes and prompt chunks in the same launches, so graphs can hold mixed batches, up to the largest
+that a loaded server runs.  Measured against vLLM's defaults in docs/performance.md.
+"""
+GRAPH_FLAGS = (
+    "--compilation-config", "-cc", "-O", "--optimization-level", "--enforce-eager", "--cudagraph-capture-sizes",
+    "--max-cudagraph-capture-size",
+)  # fmt: skip
+
+
+def graph_flags(mode: KvMode, settings: Settings, flags: list[str]) -> list[str]:
+    """Flags that give the engine ``GRAPHS``: none off CUDA, with ``--prefill raw``, or where the user chose already."""
+    chosen = any(flag.split("=")[0].split(".")[0] in GRAPH_FLAGS or flag.startswith("-O") for flag in flags)
+    if chosen or "attention_backend" not in mode.engine or settings.prefill == "raw":
+        return []
+    return ["--compilation-config", json.dumps(GRAPHS, separators=(",", ":"))]
 
 
 def server_command(model: str, flags: list[str], python: str = sys.executable) -> list[str]:
@@ -139,7 +161,8 @@ def serve(
             why="both are a scheduler class",
             fix="leave one of them out",
         )
-    command = server_command(model, [*mode.flags, *ours, *context.args])
+    graphs = graph_flags(mode, settings, context.args)
+    command = server_command(model, [*mode.flags, *graphs, *ours, *context.args])
     values = environment(mode, settings)
     if as_json:
         named = {name: value for name, value in values.items() if name.startswith("FOURFOLD")}
@@ -148,5 +171,7 @@ def serve(
     if scheduler == "ranked" and "PROMETHEUS_MULTIPROC_DIR" not in values:
         values["PROMETHEUS_MULTIPROC_DIR"] = str(metrics_folder(settings.cache_dir))
     err.print(f"KV mode {mode.name}: {mode.title}")
+    if graphs:
+        err.print(f"CUDA graphs of mixed batches, nothing compiled: {' '.join(graphs)} (pass your own to change it)")
     sys.stdout.flush()
     os.execvpe(command[0], command, values)  # the server takes this process's place, and with it its signals

@@ -23,7 +23,8 @@ class Capture:
     """Wraps ``compute_logits`` and keeps the logits of prompt positions.
 
     With one request in flight a step computes one row to sample from and, for prompt log-probabilities, as many
-    rows as the step has prompt positions; calls with a single row are the former and are left out.
+    rows as the step has prompt positions; calls with a single row are the former and are left out.  vLLM's second
+    model runner also computes a row for the last token of the prompt, which predicts nothing of it.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class Capture:
         def compute_logits(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             logits = original(hidden_states, *args, **kwargs)
             if logits is not None and hidden_states.shape[0] > 1:
-                self.rows.append(logits.detach().to("cpu"))  # vLLM reads these logits and does not write them
+                self.rows.append(logits.detach())  # vLLM reads these logits and does not write them
             return logits
 
         model.compute_logits = compute_logits
@@ -46,16 +47,16 @@ class Capture:
         del model.compute_logits
 
     def take(self, positions: int) -> torch.Tensor:
-        """The ``[positions, vocabulary]`` logits since the last call.
+        """The ``[positions, vocabulary]`` logits since the last call, on the engine's device.
 
         Raises:
             RuntimeError: there are more or fewer rows than positions.
         """
         rows, self.rows = self.rows, []
         have = sum(len(block) for block in rows)
-        if have != positions:
+        if have not in (positions, positions + 1):
             raise RuntimeError(f"vLLM computed logits for {have} prompt positions, not {positions}")
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        return (rows[0] if len(rows) == 1 else torch.cat(rows))[:positions]
 
 
 class Quality:
@@ -80,7 +81,8 @@ class Quality:
         """
         logits = self.capture.take(len(window) - 1)
         store = self.store = self.store or Store(self.folder, logits.shape[-1])
-        targets, own = torch.tensor(window[1:]), torch.tensor(reported)
+        device = logits.device
+        targets, own = torch.tensor(window[1:], device=device), torch.tensor(reported, device=device)
         for at in range(0, len(targets), ROWS):
             logp = log_probabilities(logits[at : at + ROWS])
             part = targets[at : at + ROWS]
@@ -88,9 +90,9 @@ class Quality:
             chosen = logp.gather(1, part[:, None])[:, 0]
             self.largest = max(self.largest, float((chosen - own[at : at + ROWS]).abs().max()))
             if self.save:
-                store.write(index, logp, append=at > 0)
+                store.write(index, logp.cpu(), append=at > 0)
             if self.compare:
-                self.totals.add_divergence(store.read(index, at, len(part)), logp)
+                self.totals.add_divergence(store.read(index, at, len(part)).to(device), logp)
         if self.largest > TOLERANCE:
             raise RuntimeError(f"captured logits differ from vLLM's log-probabilities by {self.largest:.4g}")
 

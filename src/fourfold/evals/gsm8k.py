@@ -3,6 +3,9 @@
 The task is written to a temporary folder as lm-eval's own YAML.  Four worked examples, written for this file, precede
 every question, so that a model without instruction tuning knows the form of an answer.  An answer counts if the number
 after ``####`` equals the reference's (``exact_match``); ``exact_match_flexible`` takes the last number of the answer.
+
+``run`` asks a server.  Where the engine's machine has no harness, ``render`` writes the prompts on one that has, any
+engine answers them, and ``score`` grades the answers afterwards: the same task, prompts and filters.
 """
 
 from __future__ import annotations
@@ -115,34 +118,68 @@ def task_config(data: Path, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
 def run(
     url: str, model: str, tokenizer: str, questions: list[dict[str, str]], *, concurrency: int = 8
 ) -> dict[str, Any]:
-    """Ask every question of a running server.
+    """Ask every question of a running server; returns what ``score`` does.
+
+    Raises:
+        FourfoldError: lm-evaluation-harness is missing or stopped.
+    """
+    model_args = {
+        "model": model,
+        "tokenizer": tokenizer,
+        "base_url": f"{url}/v1/completions",
+        "num_concurrent": concurrency,
+        "max_retries": 3,
+        "tokenized_requests": False,
+        "timeout": 3600,
+    }
+    return _summary(_harness(questions, {"model_args": model_args}))
+
+
+def render(questions: list[dict[str, str]]) -> dict[str, Any]:
+    """What the harness would ask a model: ``{"prompts": [text, …], "stop": [string, …], "max_tokens"}``.
+
+    Raises:
+        FourfoldError: lm-evaluation-harness is missing or stopped.
+    """
+    rows = _harness(questions, {"answers": [""] * len(questions)})
+    arguments = rows[0]["arguments"]
+    if any(row["arguments"] != arguments for row in rows):
+        raise FourfoldError("the harness would ask the questions under different settings")
+    return {
+        "prompts": [row["prompt"] for row in rows],
+        "stop": arguments["until"],
+        "max_tokens": arguments["max_gen_toks"],
+    }
+
+
+def score(questions: list[dict[str, str]], answers: list[str]) -> dict[str, Any]:
+    """Grade the answers to ``render``'s prompts.
 
     Returns:
         ``{"exact_match", "exact_match_flexible", "low", "high", "correct": [bool, …],
         "questions": n}``; the interval is Wilson's at 95%.
 
     Raises:
-        FourfoldError: lm-evaluation-harness is missing or stopped.
+        FourfoldError: lm-evaluation-harness is missing or stopped, or answers are missing.
+    """
+    if len(answers) != len(questions):
+        raise FourfoldError(f"there are {len(answers)} answers to {len(questions)} questions")
+    return _summary(_harness(questions, {"answers": answers}))
+
+
+def _harness(questions: list[dict[str, str]], model: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row a question from lm-evaluation-harness: ``strict``, ``flexible``, ``prompt`` and ``arguments``.
+
+    Args:
+        questions: see ``read_questions``.
+        model: ``model_args`` of a server, or ``answers`` that were given elsewhere.
     """
     with tempfile.TemporaryDirectory(prefix="fourfold-gsm8k-") as name:
         folder = Path(name)
         data = folder / "questions.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in questions), encoding="utf-8")
-        answers = folder / "result.json"
-        job: dict[str, Any] = {
-            "task": task_config(data),
-            "model_args": {
-                "model": model,
-                "tokenizer": tokenizer,
-                "base_url": f"{url}/v1/completions",
-                "num_concurrent": concurrency,
-                "max_retries": 3,
-                "tokenized_requests": False,
-                "timeout": 3600,
-            },
-            "result": str(answers),
-        }
-        path = write_json(folder / "job.json", job)
+        result = folder / "result.json"
+        path = write_json(folder / "job.json", {"task": task_config(data), "result": str(result), **model})
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
         run_module(
             "fourfold.evals.gsm8k",
@@ -151,9 +188,14 @@ def run(
             fix="pip install 'fourfold[eval]'",
             env={**offline, "FOURFOLD": "0", "TOKENIZERS_PARALLELISM": "false"},
         )
-        rows = json.loads(answers.read_text(encoding="utf-8"))
+        rows: list[dict[str, Any]] = json.loads(result.read_text(encoding="utf-8"))
     if len(rows) != len(questions):
         raise FourfoldError(f"lm-evaluation-harness answered {len(rows)} of {len(questions)} questions")
+    return rows
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Shares and interval of ``_harness``'s rows (see ``score``)."""
     strict = [bool(row["strict"]) for row in rows]
     low, high = wilson(sum(strict), len(strict))
     return {
@@ -166,10 +208,39 @@ def run(
     }
 
 
-def compare(modes: Mapping[str, dict[str, Any]], baseline: str = "bf16") -> dict[str, Any]:
-    """Paired difference of every mode to the baseline, on the same questions."""
-    base = modes[baseline]["correct"]
-    return {name: paired_difference(base, row["correct"]) for name, row in modes.items() if name != baseline}
+def report(modes: Mapping[str, dict[str, Any]], model: str, baseline: str = "bf16") -> dict[str, Any]:
+    """Several modes' results as one: without ``correct``, which gives the paired differences to the baseline.
+
+    Returns:
+        ``{"modes", "against_bf16": {mode: see paired_difference}, "model", "questions"}``.
+    """
+    differences = {}
+    if baseline in modes:
+        base = modes[baseline]["correct"]
+        differences = {name: paired_difference(base, row["correct"]) for name, row in modes.items() if name != baseline}
+    return {
+        "modes": {name: {key: row[key] for key in row if key != "correct"} for name, row in modes.items()},
+        "against_bf16": differences,
+        "model": model,
+        "questions": next(iter(modes.values()))["questions"],
+    }
+
+
+def _given(answers: list[str]) -> Any:
+    """A model for lm-eval that has answered already: one answer a question, in the file's order."""
+    from lm_eval.api.model import LM
+
+    class Given(LM):
+        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+            return [answers[request.doc_id] for request in requests]
+
+        def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+            raise NotImplementedError
+
+        def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+            raise NotImplementedError
+
+    return Given()
 
 
 def _work(path: Path) -> None:
@@ -178,18 +249,19 @@ def _work(path: Path) -> None:
 
     job = json.loads(path.read_text(encoding="utf-8"))
     result = lm_eval.simple_evaluate(
-        model="local-completions",
-        model_args=job["model_args"],
+        model=_given(job["answers"]) if "answers" in job else "local-completions",
+        model_args=job.get("model_args"),
         tasks=[job["task"]],
         bootstrap_iters=0,
         log_samples=True,
     )
     (samples,) = result["samples"].values()
-    scores: dict[int, dict[str, float]] = {}
+    rows: dict[int, dict[str, Any]] = {}
     for sample in samples:
-        name = "strict" if sample["filter"] == STRICT else "flexible"
-        scores.setdefault(sample["doc_id"], {})[name] = float(sample["exact_match"])
-    write_json(job["result"], [scores[index] for index in sorted(scores)])
+        row = rows.setdefault(sample["doc_id"], {})
+        row["strict" if sample["filter"] == STRICT else "flexible"] = float(sample["exact_match"])
+        ((row["prompt"], row["arguments"]),) = sample["arguments"]
+    write_json(job["result"], [rows[index] for index in sorted(rows)])
 
 
 if __name__ == "__main__":

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fourfold.errors import FourfoldError
-from fourfold.files import write_json
-from fourfold.logs import explain
+from fourfold.evals.process import run_job
 
 BASELINE = "bf16"
+WORKER = ("-m", "fourfold.evals.worker")
+NUMBERS = ("perplexity", "kl", "top1_agreement")
+"""What is measured of a mode; the baseline has the first only."""
 Progress = Callable[[str, int, int], None]
 """Called with (mode, windows done, windows)."""
 
@@ -70,13 +69,14 @@ def engine_arguments(
 def run_mode(
     model: str,
     windows: list[list[int]],
-    engine: dict[str, Any],
+    engine: Mapping[str, Any],
     environment: Mapping[str, str],
     folder: Path,
     *,
     name: str,
     save: bool,
     compare: bool,
+    command: Sequence[str] = WORKER,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Run one mode in a process of its own.
@@ -90,46 +90,55 @@ def run_mode(
         name: of the mode.
         save: keep log-probabilities in ``folder``.
         compare: compare with those in ``folder``.
+        command: what runs the job, if not ``WORKER`` itself.
         progress: see ``Progress``.
 
     Raises:
-        FourfoldError: the engine stopped; the end of its log is in the message.
+        FourfoldError: the engine stopped, or its numbers are not finite.
     """
-    result, log = folder / f"{name}.json", folder / f"{name}.log"
+
+    def show(line: str) -> None:
+        if progress and line.startswith("WINDOW "):
+            progress(name, int(line.split()[1]), len(windows))
+
     job = {
         "model": model,
         "windows": windows,
-        "engine": engine,
+        "engine": dict(engine),
         "folder": str(folder),
-        "result": str(result),
         "save": save,
         "compare": compare,
     }
-    job_file = write_json(folder / f"{name}.job.json", job)
-    command = [sys.executable, "-m", "fourfold.evals.worker", str(job_file)]
-    with log.open("w", encoding="utf-8") as sink:
-        process = subprocess.Popen(
-            command,
-            env=dict(environment),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                sink.write(line)
-                if progress and line.startswith("WINDOW "):
-                    progress(name, int(line.split()[1]), len(windows))
-        finally:
-            if process.poll() is None:
-                process.terminate()
-            process.wait()
-    if process.returncode or not result.is_file():
-        text = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        raise FourfoldError(f"the engine stopped in KV mode {name}", why=explain(text))
-    return dict(json.loads(result.read_text(encoding="utf-8")))
+    row = run_job(command, job, environment, folder, name=name, on_line=show)
+    check_finite(name, row)
+    return row
+
+
+def check_finite(name: str, row: Mapping[str, Any]) -> None:
+    """Raise a FourfoldError if a mode's numbers are not finite."""
+    if not all(math.isfinite(row[key]) for key in NUMBERS if key in row):
+        raise FourfoldError(f"KV mode {name} gave numbers that are not finite", why="its logits hold NaN or infinity")
+
+
+def summarize(model: str, windows: Sequence[Sequence[int]], rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The result of several modes (see ``evaluate``) from what ``run_mode`` or ``engine.measure_windows`` returned for
+    each, at least one; of the latter nothing is known of the engine."""
+    for name, row in rows.items():
+        check_finite(name, row)
+    first = next(iter(rows.values()))
+    return {
+        "modes": {name: {key: row[key] for key in NUMBERS if key in row} for name, row in rows.items()},
+        "model": model,
+        "tokens": first["positions"],
+        "windows": len(windows),
+        "window_tokens": len(windows[0]),
+        "dtype": first["dtype"],
+        "engines": {
+            name: {key: row[key] for key in ("block_size", "num_gpu_blocks", "start_s", "eval_s")}
+            for name, row in rows.items()
+            if "block_size" in row
+        },
+    }
 
 
 def evaluate(
@@ -177,14 +186,7 @@ def evaluate(
                 compare=divergence and name != BASELINE,
                 progress=progress,
             )
-    return {
-        **summary(details, windows),
-        "model": model,
-        "engines": {
-            name: {key: row[key] for key in ("block_size", "num_gpu_blocks", "start_s", "eval_s")}
-            for name, row in details.items()
-        },
-    }
+    return summarize(model, windows, details)
 
 
 def check_room(folder: Path, windows: list[list[int]], vocabulary: int) -> None:
@@ -201,24 +203,3 @@ def check_room(folder: Path, windows: list[list[int]], vocabulary: int) -> None:
             why=f"only {free / 2**30:.1f} GiB are free there",
             fix="lower --windows, or set TMPDIR to a larger disk",
         )
-
-
-def summary(details: Mapping[str, Mapping[str, Any]], windows: list[list[int]]) -> dict[str, Any]:
-    """What ``engine.measure_windows`` gave for every mode, as one result.
-
-    Raises:
-        FourfoldError: a number is not finite.
-    """
-    keys = ("perplexity", "kl", "top1_agreement")
-    modes = {name: {key: row[key] for key in keys if key in row} for name, row in details.items()}
-    bad = [name for name, row in modes.items() if not all(math.isfinite(value) for value in row.values())]
-    if bad:
-        raise FourfoldError(f"KV mode {bad[0]} gave numbers that are not finite", why="its logits hold NaN or infinity")
-    first = next(iter(details.values()))
-    return {
-        "modes": modes,
-        "tokens": first["positions"],
-        "windows": len(windows),
-        "window_tokens": len(windows[0]),
-        "dtype": first["dtype"],
-    }

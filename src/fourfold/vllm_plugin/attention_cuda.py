@@ -15,14 +15,14 @@ from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flas
 from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
 from fourfold.errors import FourfoldError
-from fourfold.kernels.cuda.decode import Decode
+from fourfold.kernels.cuda.decode import Cut, Decode
 from fourfold.kernels.cuda.pack import PackedParams, pack_params
 from fourfold.kernels.cuda.prefill import COMPUTE, Prefill, plan_prefill, workspace_tokens
 from fourfold.kernels.cuda.store import store
 from fourfold.layout import PageLayout
 from fourfold.quant.params import LayerParams
 from fourfold.vllm_plugin.attention import CalibrationMetadata, FourfoldBackend, FourfoldImpl
-from fourfold.vllm_plugin.metadata_cuda import SHORT_CHUNK, SHORT_CHUNKS, CudaBuilder, CudaMetadata, Part
+from fourfold.vllm_plugin.metadata_cuda import SHORT_TOKENS, CudaBuilder, CudaMetadata
 
 MAX_GROUP = 16
 """Query heads per KV head that the kernels are tested with."""
@@ -98,17 +98,6 @@ def _flash_version(head_size: int) -> int | None:
 
 
 @functools.cache
-def _scratch_bytes(decode: Decode, sequences: int, queries: int, rows: int) -> int:
-    """Most scratch that decodes of up to ``sequences``, or short chunks, need.
-
-    Tried one by one: the cut changes with the batch, so it does not simply grow.
-    """
-    decodes = ((rows, batch, n) for n in range(1, queries + 1) for batch in range(1, sequences + 1))
-    chunks = ((batch * n, batch, n) for n in range(1, SHORT_CHUNK + 1) for batch in range(1, SHORT_CHUNKS + 1))
-    return max(decode.scratch_bytes(*shape) for shape in (*decodes, *chunks))
-
-
-@functools.cache
 def decode_kernel(
     layout: PageLayout,
     heads: int,
@@ -143,8 +132,7 @@ class CudaImpl(FourfoldImpl):
         self.workspace_rows = workspace_tokens(
             scheduler.max_num_batched_tokens, config.model_config.max_model_len, self.window
         )
-        captured = config.compilation_config.max_cudagraph_capture_size or 0
-        self.max_rows = max(self.max_sequences * self.max_queries, captured)
+        self.captured = config.compilation_config.max_cudagraph_capture_size or 0
         self.dtype, self.device = torch.get_default_dtype(), torch.device("cuda", torch.cuda.current_device())
         self._layout: PageLayout | None = None
         self._packed: PackedParams | None = None
@@ -174,12 +162,24 @@ class CudaImpl(FourfoldImpl):
             scale=self.scale, soft_cap=self.soft_cap, window=self.window,
         )  # fmt: skip
 
+    def cuts(self, decode: Decode) -> list[Cut]:
+        """The largest cuts of every kind that steps can have, and the smallest, which is for few sequences."""
+        most = self.max_sequences
+        decodes = [(batch, batch * n, n, n) for n in range(1, self.max_queries + 1) for batch in (1, most)]
+        rows = most * self.max_queries + SHORT_TOKENS
+        mixed = [(min(rows, most), rows), (1, 1), (min(self.captured, most), self.captured)]
+        return [
+            *(decode.cut(*shape) for shape in decodes),
+            *(decode.cut(batch, tokens, usual=self.max_queries) for batch, tokens in mixed if batch),
+        ]
+
     def reserve(self) -> None:
         """Take the most workspace that any step will: graphs keep its address, so it must not grow later."""
         if self.dtype == torch.float32:
             return
         layout = PageLayout(16, self.num_kv_heads, self.head_size, self.head_size)
-        most = _scratch_bytes(self.decode(layout), self.max_sequences, self.max_queries, self.max_rows)
+        decode = self.decode(layout)
+        most = max(map(decode.scratch_bytes, self.cuts(decode)))
         _workspace(((most,), torch.uint8), device=self.device)
         rows = (self.workspace_rows, self.num_kv_heads, self.head_size)
         _workspace((rows, COMPUTE), (rows, COMPUTE), device=self.device)
@@ -249,20 +249,16 @@ class CudaImpl(FourfoldImpl):
         assert self._prefill is not None
         if stores:
             store(key, value, cache, m.slots, m.positions, layout, self._packed)
-        if m.parts:
-            decode = self.decode(layout)
+        if m.rows:
+            decode, plan = self.decode(layout), m.plans[self.window]
             space = m.space.get(decode)
             if space is None:
-                most = max(
-                    decode.scratch_bytes(p.rows.stop - p.rows.start, p.sequences, p.plans[self.window].max_query)
-                    for p in m.parts
-                )
-                space = m.space[decode] = _workspace(((most,), torch.uint8), device=self.device)
-            for part in m.parts:
-                decode(
-                    query[part.rows], cache, part.table, part.plans[self.window], self._packed, output[part.rows],
-                    space[0],
-                )  # fmt: skip
+                size = (decode.scratch_bytes(plan.cut),)
+                space = m.space[decode] = _workspace((size, torch.uint8), device=self.device)
+            decode(
+                query[: m.rows], cache, m.block_table, plan, self._packed, output[: m.rows], space[0],
+                after_store=stores,
+            )  # fmt: skip
         pieces = m.pieces.get(self.window)
         if pieces:
             dense = m.space.get(self.window)
@@ -301,8 +297,9 @@ class CudaImpl(FourfoldImpl):
                         window=self.window, raw=False, device=device,
                     )  # fmt: skip
                 else:
-                    plans = {self.window: self.decode(layout).plan(lengths, start, n)}
-                    metadata.parts.append(Part(slice(0, n), blocks, plans))
+                    decode = self.decode(layout)
+                    metadata.rows, cut = n, decode.cut(1, n, n, min(n, self.max_queries))
+                    metadata.plans[self.window] = decode.plan(lengths, start, cut)
             out = torch.full((n, *query.shape[1:]), float("nan"), dtype=query.dtype, device=device)
             self._run(layout, q[-n:], k[-n:], v[-n:], pages, metadata, out, stores=path == "dense chunk")
             outputs.append(out[-1:].cpu())

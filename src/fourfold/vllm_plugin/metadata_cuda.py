@@ -11,40 +11,24 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from fourfold.config import Settings
 from fourfold.errors import FourfoldError
-from fourfold.kernels.cuda.decode import Plan
+from fourfold.kernels.cuda.decode import ANY, Plan
 from fourfold.kernels.cuda.prefill import Piece, plan_prefill
 from fourfold.kernels.cuda.store import write_positions
 from fourfold.vllm_plugin.attention import check_page
 
-SHORT_CHUNK, SHORT_CHUNKS, SHORT_WORK = 512, 4, 1 << 20
-"""Chunks of a step that the decode kernels take: of so many tokens, so many of them, and queries times keys in all.
+SHORT_TOKENS, SHORT_WORK = 2048, 1 << 19
+"""Chunks of a step that the decode kernels take beside the decodes: so many tokens, and queries times keys in all.
 
-Expanding pages for FlashAttention costs a dozen launches a layer.  A short chunk has so little arithmetic that three
-launches of kernels made for decodes are over sooner, and between graphs it is launches that the GPU waits for.
+Expanding pages for FlashAttention costs a dozen launches a layer.  A short chunk has so little arithmetic that kernels
+made for decodes are over sooner, and between graphs it is launches that the GPU waits for.  A graph of a mixed batch
+(cudagraph_mode FULL) cannot choose: there the decode kernels take every chunk.
 """
-FEWEST = 32
-"""Query tokens that a short chunk is cut for at least, so that all short chunks run in the same compiled kernel."""
-
-
-@dataclass
-class Part:
-    """Sequences that one call of the decode kernels takes.
-
-    Attributes:
-        rows: of the query tensor; table: [n, N] int32, their block tables; plans: by sliding window (0 for none).
-    """
-
-    rows: slice
-    table: torch.Tensor
-    plans: dict[int, Plan]
-
-    @property
-    def sequences(self) -> int:
-        return self.table.shape[0]
 
 
 @dataclass
@@ -52,9 +36,10 @@ class CudaMetadata:
     """One step of one KV-cache group.
 
     Attributes:
-        num_tokens: rows of the query tensor, padding included; max_query: most new tokens of a sequence.
+        num_tokens: rows of the query tensor, padding included; max_query: most new tokens of a sequence, or more.
         lengths: [B] int32; query_start: [B + 1] int32; block_table: [B, N] int32; slots, positions: [T] int64.
-        parts: what the decode kernels take: decodes first, then short chunks.
+        rows: how many of the query tensor, from the first, the decode kernels take: decodes, then short chunks.
+        plans: of the decode kernels, by sliding window (0 for none).
         pieces: what dense attention takes, by sliding window: all other chunks.
         space: working memory of the step, taken once by the first layer that needs it.
     """
@@ -66,17 +51,19 @@ class CudaMetadata:
     block_table: torch.Tensor
     slots: torch.Tensor
     positions: torch.Tensor
-    parts: list[Part] = field(default_factory=list)
+    rows: int = 0
+    plans: dict[int, Plan] = field(default_factory=dict)
     pieces: dict[int, list[Piece]] = field(default_factory=dict)
     space: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
 
 
 def short_chunks(lengths: list[int], queries: list[int]) -> int:
-    """How many chunks, from the first, are short (see ``SHORT_CHUNK``)."""
-    work = 0
+    """How many chunks, from the first, are short (see ``SHORT_TOKENS``)."""
+    tokens = work = 0
     for i, (length, query) in enumerate(zip(lengths, queries, strict=True)):
+        tokens += query
         work += length * query
-        if query > SHORT_CHUNK or i == SHORT_CHUNKS or work > SHORT_WORK:
+        if tokens > SHORT_TOKENS or work > SHORT_WORK:
             return i
     return len(queries)
 
@@ -84,7 +71,13 @@ def short_chunks(lengths: list[int], queries: list[int]) -> int:
 class CudaBuilder(AttentionMetadataBuilder[CudaMetadata]):
     """Plans a step."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Graphs of mixed batches, but not if chunks read their own tokens unquantised: those need FlashAttention."""
+        raw = Settings.from_env().prefill == "raw"
+        return AttentionCGSupport.UNIFORM_BATCH if raw else cls._cudagraph_support
 
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -94,26 +87,30 @@ class CudaBuilder(AttentionMetadataBuilder[CudaMetadata]):
         impls = [layers[name].impl for name in layer_names]
         self.by_window = {impl.window: impl for impl in impls}
         self.float32 = impls[0].dtype == torch.float32
-        scheduler = vllm_config.scheduler_config
-        captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        sequences = max(scheduler.max_num_seqs, captured)
-        rows = max(scheduler.max_num_batched_tokens, captured * (self.reorder_batch_threshold or 1))
+        self.raw = any(impl.raw for impl in impls)
+        self.compilation = vllm_config.compilation_config
+        rows = max(vllm_config.scheduler_config.max_num_batched_tokens, self.captured)
         self.positions = torch.empty(rows, dtype=torch.int64, device=device)
         self.decode, self.numbers = {}, {}
         if not self.float32:
             for window, impl in self.by_window.items():
                 impl.reserve()
                 decode = self.decode[window] = impl.decode(layout)
-                most = max(
-                    decode.plan_numbers(batch, n)
-                    for n in range(1, (self.reorder_batch_threshold or 1) + 1)
-                    for batch in (1, sequences)
-                )
-                self.numbers[window] = torch.empty(most + sequences, dtype=torch.int32, device=device)
-                # nothing is compiled while requests wait
-                for batch in (1, sequences):
-                    for n in (*range(1, (self.reorder_batch_threshold or 1) + 1), FEWEST):
-                        decode.kernels(decode.tiling(batch, n), impl.sink)
+                cuts = impl.cuts(decode)
+                self.numbers[window] = torch.empty(max(cut.numbers for cut in cuts), dtype=torch.int32, device=device)
+                for tiling in {cut.tiling for cut in cuts}:  # before requests wait and graphs are captured
+                    for after_store in (False, True):
+                        decode.kernels(tiling, impl.sink, after_store)
+
+    @property
+    def captured(self) -> int:
+        """Tokens of the largest graph."""
+        return self.compilation.max_cudagraph_capture_size or 0
+
+    def _in_graph(self, tokens: int) -> bool:
+        """Whether a graph of a mixed batch may hold this step: read late, since vLLM settles its mode late."""
+        mode = self.compilation.cudagraph_mode
+        return mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL and tokens <= self.captured
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -140,50 +137,33 @@ class CudaBuilder(AttentionMetadataBuilder[CudaMetadata]):
             slots=m.slot_mapping[:tokens],
             positions=positions,
         )
+        in_graph = self._in_graph(tokens)
         if self.float32:
+            if in_graph:
+                result.max_query = tokens  # a graph serves any batch of this size
             return result
         threshold = self.reorder_batch_threshold or 1
+        if in_graph:
+            # one cut for all batches of this size, captured and replayed
+            self._add_tiles(result, batch, tokens, ANY, threshold)
+            return result
         if m.max_query_len <= threshold:
-            self._add_decodes(result, batch, tokens, m.max_query_len)
+            self._add_tiles(result, batch, tokens, m.max_query_len, m.max_query_len)
             return result
         starts = m.query_start_loc_cpu[: batch + 1].tolist()
         queries = [b - a for a, b in pairwise(starts)]
         decodes = next(i for i, n in enumerate(queries) if n > threshold)
-        if decodes:
-            self._add_decodes(result, decodes, starts[decodes], max(queries[:decodes]))
         chunks = [n for n in queries[decodes:] if n]  # padding of a graph comes last
         known = m.seq_lens_cpu_upper_bound
         totals = (m.seq_lens.cpu() if known is None else known)[decodes : decodes + len(chunks)].tolist()
-        self._add_chunks(result, decodes, starts, totals, chunks)
-        return result
-
-    def _add_decodes(self, result: CudaMetadata, count: int, rows: int, longest: int) -> None:
-        plans = {
-            window: decode.plan(result.lengths[:count], result.query_start[: count + 1], longest, self.numbers[window])
-            for window, decode in self.decode.items()
-        }
-        result.parts.append(Part(slice(0, rows), result.block_table[:count], plans))
-
-    def _add_chunks(
-        self, result: CudaMetadata, first: int, starts: list[int], lengths: list[int], queries: list[int]
-    ) -> None:
-        raw = any(impl.raw for impl in self.by_window.values())
-        short = 0 if raw else short_chunks(lengths, queries)
-        then = first + short
-        if short:
-            within = result.query_start[first : then + 1] - starts[first]
-            plans = {
-                window: decode.plan(result.lengths[first:then], within, max(FEWEST, *queries[:short]))
-                for window, decode in self.decode.items()
-            }
-            rows = slice(starts[first], starts[then])
-            result.parts.append(Part(rows, result.block_table[first:then], plans))
-        if short == len(queries):
-            return
-        for window, impl in self.by_window.items():
+        then = decodes + (0 if self.raw else short_chunks(totals, chunks))
+        if then:
+            self._add_tiles(result, then, starts[then], max(queries[:then]), threshold)
+        rest = slice(then - decodes, len(chunks))
+        for window, impl in self.by_window.items() if totals[rest] else ():
             result.pieces[window] = plan_prefill(
-                lengths[short:],
-                queries[short:],
+                totals[rest],
+                chunks[rest],
                 first_sequence=then,
                 first_row=starts[then],
                 workspace=impl.workspace_rows,
@@ -191,3 +171,14 @@ class CudaBuilder(AttentionMetadataBuilder[CudaMetadata]):
                 raw=impl.raw,
                 device=self.device,
             )
+        return result
+
+    def _add_tiles(self, result: CudaMetadata, count: int, rows: int, longest: int, usual: int) -> None:
+        """Give the decode kernels the first ``count`` sequences, which have ``rows`` query tokens."""
+        result.rows = rows
+        for window, decode in self.decode.items():
+            cut = decode.cut(count, rows, longest, usual)
+            numbers = self.numbers[window]
+            if cut.numbers > numbers.numel():  # more chunks than any graph holds
+                numbers = torch.empty(cut.numbers, dtype=torch.int32, device=self.device)
+            result.plans[window] = decode.plan(result.lengths[:count], result.query_start[: count + 1], cut, numbers)

@@ -3,11 +3,12 @@
 // Compile-time: D, DV (head sizes), GROUP (query heads a KV head), NB (blocks of 8 query rows), NT (16-token tiles a
 // warp handles at once), ST (copy stages), PS (block size), SOFTCAP, WINDOW, SINK (0/1), MINB (blocks an SM), ACT_BF16.
 //
-// Work: the flattened list of (sequence, unit) of one KV head is cut into equal runs, one a thread block (plan.cu), so
-// a batch of ragged lengths is balanced and the grid is fixed.  A unit is NW * 16 * NT tokens; warp w takes the w-th
-// tile of each.  Block `run` writes one partial result per sequence it touches, in slot run + sequence.
+// Work: the flattened list of (query tile, unit) of one KV head is cut into equal runs, one a thread block (plan.cu), so
+// a batch of ragged lengths, decodes and prompt chunks alike, is balanced and the grid is fixed.  A unit is NW * 16 * NT
+// tokens; warp w takes the w-th part of each.  Block `run` writes one partial result per tile it touches, in slot
+// run + tile.
 //
-// Tile: tokens are the M side of both products, query rows the N side.
+// Products: tokens are the M side of both products, query rows the N side.
 //   S^T[16 tokens, 8 rows] = K[16, D] q[D, 8]: a row of K codes comes out of ldmatrix as words of 8 codes; code & 15 is
 //   the fp16 denormal c * 2^-24 and (code << 4) & 0xF0 is c * 2^-20, so one AND turns two codes into two exact fp16
 //   numbers, and the 2^-4 between the two kinds sits in q (query.cu).  -7.5 sum(q) is the initial accumulator.
@@ -62,19 +63,17 @@ template <int N, int R> DEV void copy_rows(u32 dst, const u8* src, int lane) {
 struct Args {
   const u8* cache; i64 page_stride, head_stride;        // bytes
   const int* table; int table_stride;                   // block table [sequences, table_stride]
-  const int* lengths; const int* q_start;               // [B] tokens with the new ones; [B + 1] first query of each
-  const int* cum; const int4* runs;                     // plan: units before each sequence; where each run starts (plan.cu)
+  const int4* tiles; const int* cum; const int4* runs;  // plan: query tiles, units before each, where each run starts (plan.cu)
   const u16* q; const float2* aux;                      // query operand [tokens, H, 32 CK]; (-7.5 * 2^-24 sum q, sink score)
-  float* po; float* pm;                                 // partials [HK, row blocks, slots, R, DV] and [.., R, 4] (maximum, sum, weight of token 0, -)
-  int batch, kv_heads, row_blocks, rows, slots, window; // rows = query length * GROUP, the most of any sequence
+  float* po; float* pm;                                 // partials [HK, slots, rows, DV] and [.., R, 4] (maximum, sum, weight of token 0, -)
+  int kv_heads, rows, slots, window;                    // rows: of a tile, query tokens * GROUP, at most 8 NB
   float k_factor, cap;                                  // k_factor undoes the scaling of codes and q (and divides by cap)
 };
 
 extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) char smem[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q4 = lane & 3;
-  const int run = blockIdx.x, hk = blockIdx.y / a.row_blocks, rb = blockIdx.y % a.row_blocks, row0 = rb * ROWS;
-  const int rt = min(a.rows - row0, ROWS);
+  const int run = blockIdx.x, hk = blockIdx.y;
   const u32 base = smem_addr(smem), q_shared = base, ring = base + Q_BYTES + warp * RING, scales = ring + ST * STAGE;
   u32 krow[(CK + 1) / 2], vrow[(CV + 1) / 2];
 #pragma unroll
@@ -82,23 +81,22 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
 #pragma unroll
   for (int i = 0; i < (CV + 1) / 2; i++) vrow[i] = matrix_row<RV, CV>(i, lane);
   const int4 start = a.runs[2 * run], start2 = a.runs[2 * run + 1];
-  int seq = start.x, unit = start.y, left = start.z, len = start.w, q0 = start2.x, ql = start2.y, in_seq = start2.z;
+  int tile = start.x, unit = start.y, left = start.z, len = start.w, q0 = start2.x, ql = start2.y, in_tile = start2.z, seq = start2.w;
   if (left <= 0 && run == 0) wait_predecessor();  // a grid must not end before its predecessor; run 0 has work if any has
 
   for (bool fresh = false; left > 0; fresh = true) {
     if (fresh) {
-      seq++; unit = 0; in_seq = a.cum[seq + 1] - a.cum[seq];
-      len = a.lengths[seq]; q0 = a.q_start[seq]; ql = a.q_start[seq + 1] - q0;
-      if (in_seq == 0) continue;
+      tile++; unit = 0; in_tile = a.cum[tile + 1] - a.cum[tile];
+      if (in_tile == 0) continue;
+      const int4 v = a.tiles[tile];
+      seq = v.x; len = v.y; q0 = v.z; ql = v.w;
     }
-    const int n_units = min(in_seq, left);
+    const int n_units = min(in_tile, left);
     left -= n_units;
-    if (row0 >= ql * GROUP) { wait_predecessor(); continue; }
     const int first = WINDOW ? max(0, len - ql - a.window + 1) & ~15 : 0;
-    const int last_visible = len - ql + min((row0 + ROWS - 1) / GROUP, ql - 1);      // by the last row of this block
-    const int begin = first + unit * UNIT, end = min(begin + n_units * UNIT, last_visible + 1);
-    const int all_visible = len - ql + row0 / GROUP + 1;                             // tokens before this need no causal mask
-    const int all_inside = WINDOW ? last_visible - a.window + 1 : 0;                 // tokens from here on need no window mask
+    const int begin = first + unit * UNIT, end = min(begin + n_units * UNIT, len);
+    const int all_visible = len - ql + 1;                                            // tokens before this need no causal mask
+    const int all_inside = WINDOW ? len - a.window : 0;                              // tokens from here on need no window mask
 
     float v_norm = 0.f;  // power of two that keeps this warp's value scales at or below 2
 
@@ -146,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
     if (Q_SHARED) __syncthreads();
 #pragma unroll
     for (int n = 0; n < NB; n++) {
-      const int r = row0 + 8 * n + g;
+      const int r = 8 * n + g;
       const bool ok = r < ql * GROUP;
       const u16* src = a.q + ((i64)(q0 + r / GROUP) * a.kv_heads * GROUP + hk * GROUP + r % GROUP) * (32 * CK) + 8 * q4;
 #pragma unroll
@@ -157,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
       }
 #pragma unroll
       for (int x = 0; x < 2; x++) {
-        const int r2 = row0 + 8 * n + 2 * q4 + x;
+        const int r2 = 8 * n + 2 * q4 + x;
         float2 v = make_float2(0.f, 0.f);
         if (r2 < ql * GROUP) v = a.aux[(i64)(q0 + r2 / GROUP) * a.kv_heads * GROUP + hk * GROUP + r2 % GROUP];
         q_off[n][x] = q_off[n][2 + x] = v.x; sink[n][x] = v.y;
@@ -183,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
     for (int t0 = begin + warp * TILE; t0 < end; t0 += UNIT) {
       copy_wait<ST - 2>();
       __syncwarp();
-      const u32 tile = ring + stage * STAGE, tile_scales = scales + stage * SCALES;
+      const u32 staged = ring + stage * STAGE, tile_scales = scales + stage * SCALES;
       const bool whole = t0 + TILE <= all_visible && t0 >= all_inside && !(SINK && t0 == 0);
       // ---- scores
       float s[NT][NB][4];
@@ -193,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
 #pragma unroll
         for (int i = 0; i < (CK + 1) / 2; i++) {
           u32 w[4];
-          ldmatrix4(w, tile + n * (KB + VB) + krow[i]);
+          ldmatrix4(w, staged + n * (KB + VB) + krow[i]);
 #pragma unroll
           for (int c = 2 * i; c < min(2 * i + 2, CK); c++) {
             const u32 w0 = w[c % 2 * 2], w1 = w[c % 2 * 2 + 1];
@@ -240,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
             if (t >= end) vs[n][x >> 1] = 0.f;  // an unused slot may hold anything, a NaN too
 #pragma unroll
             for (int b = 0; b < NB; b++) {
-              const int row = row0 + 8 * b + 2 * q4 + (x & 1), position = len - ql + row / GROUP;
+              const int row = 8 * b + 2 * q4 + (x & 1), position = len - ql + row / GROUP;
               if (t > position || t >= end || (WINDOW && t + a.window <= position)) s[n][b][x] = -1e30f;
             }
           }
@@ -306,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
 #pragma unroll
         for (int i = 0; i < (CV + 1) / 2; i++) {
           u32 w[4];
-          ldmatrix4_trans(w, tile + n * (KB + VB) + KB + vrow[i]);
+          ldmatrix4_trans(w, staged + n * (KB + VB) + KB + vrow[i]);
 #pragma unroll
           for (int c = 2 * i; c < min(2 * i + 2, CV); c++) {
             const u32 w0 = w[c % 2 * 2], w1 = w[c % 2 * 2 + 1];
@@ -325,16 +323,16 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
       if (++stage == ST) stage = 0;
     }
 
-    // ---- merge the warps (through the ring, which is drained) and write this sequence's partial result
+    // ---- merge the warps (through the ring, which is drained) and write this tile's partial result
     copy_wait<0>();
     constexpr int PITCH = DV + 4;
     float* exchange = (float*)(smem + Q_BYTES);     // [NW][8][PITCH] and [NW][8][3]
     float* stats = exchange + NW * 8 * PITCH;
     const float undo = v_norm > 0.f ? 1.f / v_norm : 0.f;
-    const i64 slot = ((i64)(hk * a.row_blocks + rb) * a.slots + run + seq) * min(a.rows, ROWS);
+    const i64 slot = ((i64)hk * a.slots + run + tile) * a.rows;
 #pragma unroll
     for (int b = 0; b < NB; b++) {
-      if (8 * b >= rt) break;
+      if (8 * b >= a.rows) break;
       __syncthreads();
 #pragma unroll
       for (int x = 0; x < 2; x++) {
@@ -353,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
         }
       }
       __syncthreads();
-      const int count = min(rt - 8 * b, 8);
+      const int count = min(a.rows - 8 * b, 8);
       for (int i = threadIdx.x; i < count * (DV / 4); i += NW * 32) {
         const int r = i / (DV / 4), c = i % (DV / 4) * 4;
         float top = -1e30f;

@@ -1,10 +1,12 @@
 """Decode over 4-bit pages: the plan of a step, and query operand, split attention and merge of a layer.
 
     decode = Decode(layout, query_heads, ...)             once for all layers of one shape
-    plan = decode.plan(lengths, query_start, max_query)   once a step; on the device, fixed grid
+    plan = decode.plan(lengths, query_start, cut)         once a step; on the device, fixed grid
     decode(query, cache, block_table, plan, params, out)  once a layer; three launches, no host sync
 
-Everything is safe in CUDA graphs: grids and scratch depend on ``max_batch`` sizes only, never on lengths.
+The unit of work is a tile: up to a few query tokens of one sequence.  A decode or a draft's verification is one tile,
+a prompt chunk is many, and all of them share the launches.  Everything is safe in CUDA graphs: grids and scratch depend
+on the ``Cut`` alone, and that on numbers of sequences and tokens, never on lengths.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from fourfold.kernels.cuda.tiling import WARPS, Tiling, choose_tiling
 from fourfold.layout import PageLayout
 
 _LOG2E = math.log2(math.e)
-_PLAN = "PPPPPiiiii"
-"""lengths, query_start, cum, runs, meta, batch, runs, unit, window, least units."""
-_QUERY = "PqPPPPiiff"
-"""q and its stride, wq, sink, out, aux, tokens, KV heads, scale, sink's scale."""
-_DECODE = "PqqPiPPPPPPPPiiiiiiff"
-"""cache and its strides, table and its stride, the plan's four, q, aux, po, pm, six sizes, k_factor, cap."""
-_MERGE = "PPPPPPPPPqiiiiiii"
-"""po, pm, cum, meta, query_start, wo, centre, sink, out and its stride, seven sizes."""
+_PLAN = "PPPPPPPiiiiiii"
+"""lengths, query_start, tiles, runs, cum, tile_of, meta, batch, tokens, tiles, queries a tile, runs, unit, window."""
+_QUERY = "PqPPPPiiiff"
+"""q and its stride, wq, sink, out, aux, tokens, KV heads, whether after store, scale, sink's scale."""
+_DECODE = "PqqPiPPPPPPPiiiiff"
+"""cache and its strides, table and its stride, the plan's three, q, aux, po, pm, four sizes, k_factor, cap."""
+_MERGE = "PPPPPPPPPPqiiii"
+"""po, pm, the plan's four, wo, centre, sink, out and its stride, four sizes."""
+ANY = 1 << 30
 
 
 @dataclass(slots=True)
@@ -47,30 +50,44 @@ class _Step:
     scratch: tuple[int, ...]
 
 
-@dataclass(slots=True)
-class Plan:
-    """What ``Decode.plan`` made for one step; tensors live on the GPU.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a step of so many sequences and tokens is cut, whatever their lengths.
 
     Attributes:
-        lengths: [B] int32 tokens of each sequence, the new ones included; query_start: [B + 1] int32.
-        cum, runs, meta: see plan.cu.
-        max_query: most new tokens of a sequence.
+        batch, tokens: sequences and query tokens of the step, padding included.
+        queries: query tokens of a tile, at most; tiles: most tiles that the step can have.
+        runs: of the keys, a KV head: thread blocks, and so the fixed split count.
     """
 
-    lengths: torch.Tensor
-    query_start: torch.Tensor
-    cum: torch.Tensor
-    runs: torch.Tensor
-    meta: torch.Tensor
-    max_query: int
-    n_runs: int
-    row_blocks: int
+    batch: int
+    tokens: int
+    queries: int
+    tiles: int
+    runs: int
     tiling: Tiling
-    steps: dict[tuple[Decode, int, bool], _Step] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> int:
+        """int32 numbers of a ``Plan``."""
+        return 8 * self.runs + 4 * self.tiles + self.tiles + 1 + self.tokens + 1
+
+
+@dataclass(slots=True)
+class Plan:
+    """What ``Decode.plan`` made for one step; tensors live on the GPU, see plan.cu."""
+
+    cut: Cut
+    tiles: torch.Tensor
+    runs: torch.Tensor
+    cum: torch.Tensor
+    tile_of: torch.Tensor
+    meta: torch.Tensor
+    steps: dict[tuple[Decode, bool, bool], _Step] = field(default_factory=dict)
 
 
 class Decode:
-    """Attention of 1 + k query tokens a sequence over 4-bit pages, for all layers of one shape.
+    """Attention over 4-bit pages for all layers of one shape: decodes, drafts and short prompt chunks.
 
     Args:
         layout: the page; query_heads: H, a multiple of the KV heads (at most 16 a KV head).
@@ -106,66 +123,65 @@ class Decode:
         self.multiprocessors = properties.multi_processor_count
         self.shared_limit = properties.shared_memory_per_multiprocessor
         self.bf16 = int(dtype == torch.bfloat16)
-        self._tilings: dict[tuple[bool, int], Tiling] = {}
+        self._tilings: dict[tuple[int, bool], Tiling] = {}
 
-    def tiling(self, batch: int, max_query: int) -> Tiling:
-        """The cut for ``batch`` sequences of at most ``max_query`` query tokens."""
-        few = 2 * batch * self.layout.num_kv_heads <= self.multiprocessors
-        if self.forced_tiling:
-            return self.forced_tiling
-        found = self._tilings.get((few, max_query))
+    def cut(self, batch: int, tokens: int, max_query: int = ANY, usual: int | None = None) -> Cut:
+        """The cut for ``batch`` sequences with ``tokens`` query tokens in all.
+
+        Args:
+            max_query: most query tokens of a sequence; left out, any number.
+            usual: query tokens of those sequences that the tile should fit, ``max_query`` if None.
+        """
+        heads = self.layout.num_kv_heads
+        rows = min(max_query if usual is None else usual, max_query) * self.group
+        tiling = self._tiling(rows, few=False)
+        queries = min(max_query, 8 * tiling.row_tiles // self.group)
+        # every sequence may end in a tile that is not full
+        tiles = batch if max_query <= queries else min(tokens, (tokens + batch * (queries - 1)) // queries)
+        if 2 * tiles * heads <= self.multiprocessors:
+            tiling = self._tiling(rows, few=True)
+        runs = max(self.multiprocessors * tiling.blocks // heads, 1)
+        return Cut(batch, tokens, queries, tiles, runs, tiling)
+
+    def _tiling(self, rows: int, few: bool) -> Tiling:
+        found = self.forced_tiling or self._tilings.get((rows, few))
         if found is None:
-            found = choose_tiling(self.layout, max_query * self.group, self.shared_limit, few)
-            self._tilings[few, max_query] = found
+            found = self._tilings[rows, few] = choose_tiling(self.layout, rows, self.shared_limit, few)
         return found
 
-    def runs(self, batch: int, max_query: int) -> tuple[int, int]:
-        """Runs a KV head and row block (the fixed split count), and row blocks."""
-        tiling = self.tiling(batch, max_query)
-        row_blocks = -(-max_query * self.group // (8 * tiling.row_tiles))
-        return max(self.multiprocessors * tiling.blocks // (self.layout.num_kv_heads * row_blocks), 1), row_blocks
-
-    def plan_numbers(self, batch: int, max_query: int) -> int:
-        """int32 numbers that ``plan`` writes."""
-        return batch + 2 + 8 * self.runs(batch, max_query)[0]
-
     def plan(
-        self,
-        lengths: torch.Tensor,
-        query_start: torch.Tensor,
-        max_query: int,
-        numbers: torch.Tensor | None = None,
+        self, lengths: torch.Tensor, query_start: torch.Tensor, cut: Cut, numbers: torch.Tensor | None = None
     ) -> Plan:
         """Queue the plan of one step; the tensors it reads and writes must keep their addresses in a graph.
 
         Args:
-            lengths: [B] int32; query_start: [B + 1] int32; max_query: most query tokens of a sequence.
-            numbers: int32, 16-byte aligned, at least ``plan_numbers``; allocated here if None.
+            lengths: [B] int32 tokens of each sequence, the new ones included; query_start: [B + 1] int32, where its
+                query tokens start.
+            cut: for at least so many sequences and tokens.
+            numbers: int32, 16-byte aligned, at least ``cut.numbers``; allocated here if None.
         """
-        batch = lengths.numel()
-        (n_runs, row_blocks), tiling = self.runs(batch, max_query), self.tiling(batch, max_query)
         kernel = load("plan", {"ACT_BF16": self.bf16}, self.device, dependent=False)
-        count = self.plan_numbers(batch, max_query)
         if numbers is None:
-            numbers = torch.empty(count, dtype=torch.int32, device=self.device)
-        runs, cum, meta = numbers[: 8 * n_runs], numbers[8 * n_runs : count - 1], numbers[count - 1 : count]
-        unit = WARPS * 16 * tiling.tokens
+            numbers = torch.empty(cut.numbers, dtype=torch.int32, device=self.device)
+        sizes = [4 * cut.tiles, 8 * cut.runs, cut.tiles + 1, cut.tokens, 1]
+        parts = list(numbers[: cut.numbers].split(sizes))
+        unit = WARPS * 16 * cut.tiling.tokens
         Launch(kernel, _PLAN, (1, 1, 1), 1024)(
-            stream_of(self.device), *map(pointer, (lengths, query_start, cum, runs, meta)), batch, n_runs, unit,
-            self.window, 1,
+            stream_of(self.device), *map(pointer, (lengths, query_start, *parts)), lengths.numel(), cut.tokens,
+            cut.tiles, cut.queries, cut.runs, unit, self.window,
         )  # fmt: skip
-        return Plan(lengths, query_start, cum, runs, meta, max_query, n_runs, row_blocks, tiling)
+        return Plan(cut, *parts)
 
-    def scratch_bytes(self, tokens: int, batch: int, max_query: int) -> int:
+    def scratch_bytes(self, cut: Cut) -> int:
         """Bytes of scratch that ``__call__`` needs, for any lengths."""
-        return sum(self._scratch_parts(tokens, batch, max_query))
+        return sum(self._scratch_parts(cut))
 
-    def _scratch_parts(self, tokens: int, batch: int, max_query: int) -> tuple[int, int, int, int]:
-        n_runs, row_blocks = self.runs(batch, max_query)
-        rows = min(max_query * self.group, 8 * self.tiling(batch, max_query).row_tiles)
-        partials = self.layout.num_kv_heads * row_blocks * (n_runs + batch) * rows
-        q, aux = tokens * self.query_heads * 64 * chunks(self.layout.head_size), tokens * self.query_heads * 8
-        parts = (q, aux, partials * self.layout.head_size_v * 4, partials * 16)
+    def _scratch_parts(self, cut: Cut) -> tuple[int, int, int, int]:
+        partials = self.layout.num_kv_heads * (cut.runs + cut.tiles) * cut.queries * self.group
+        rows = cut.tokens * self.query_heads
+        parts = (
+            rows * 64 * chunks(self.layout.head_size), rows * 8, partials * self.layout.head_size_v * 4, partials * 16
+        )  # fmt: skip
         return tuple(-(-p // 256) * 256 for p in parts)  # type: ignore[return-value]
 
     def __call__(
@@ -177,17 +193,20 @@ class Decode:
         params: PackedParams,
         out: torch.Tensor,
         scratch: torch.Tensor | None = None,
+        after_store: bool = False,
     ) -> None:
         """Queue the attention of one layer.
 
         Args:
-            query: [tokens, H, D], heads and elements contiguous, token stride a multiple of 8.
+            query: [tokens of the cut, H, D], heads and elements contiguous, token stride a multiple of 8.
             cache: [pages, HK, head_page_bytes] uint8, any page and head stride.
             block_table: [B, pages a sequence] int32.
             out: [tokens, H, Dv], heads and elements contiguous; rows of no sequence are left as they are.
             scratch: uint8, at least ``scratch_bytes``; allocated here if None.
+            after_store: what was queued last is ``store``, and nothing before it still writes ``query``; the first
+                kernel then runs beside it.
         """
-        key = (self, query.shape[0], params.sink)
+        key = (self, params.sink, after_store)
         step = plan.steps.get(key)
         if step is None:
             step = plan.steps[key] = self._prepare(plan, *key[1:])
@@ -209,7 +228,7 @@ class Decode:
             out.data_ptr(), out.stride(0), *step.merge_tail,
         )  # fmt: skip
 
-    def kernels(self, tiling: Tiling, sink: bool) -> tuple[Kernel, Kernel, Kernel]:
+    def kernels(self, tiling: Tiling, sink: bool, after_store: bool = False) -> tuple[Kernel, Kernel, Kernel]:
         """query, decode and merge for one cut, compiled if need be; ``sink``: position 0 has its own centre."""
         layout = self.layout
         common = {"GROUP": self.group, "SINK": int(sink), "ACT_BF16": self.bf16}
@@ -218,33 +237,31 @@ class Decode:
             "ST": tiling.stages, "PS": layout.block_size, "SOFTCAP": int(self.soft_cap > 0),
             "WINDOW": int(self.window > 0), "MINB": tiling.blocks, **common,
         }  # fmt: skip
-        # The first kernel starts after everything queued before it has ended; so the second may read pages and plan
-        # before it waits for the first.
+        # The first kernel lets the second start when everything queued before it has ended; so the second may read
+        # pages and plan before it waits for the first.
         return (
-            load("query", {"D": layout.head_size, **common}, self.device, dependent=False),
+            load("query", {"D": layout.head_size, **common}, self.device, dependent=after_store),
             load("decode", defines, self.device, tiling.shared(layout)),
             load("merge", {"DV": layout.head_size_v, **common}, self.device),
         )
 
-    def _prepare(self, plan: Plan, tokens: int, sink: bool) -> _Step:
-        layout, tiling, heads = self.layout, plan.tiling, self.layout.num_kv_heads
-        d, batch = layout.head_size, plan.lengths.numel()
-        rows, rows_block = plan.max_query * self.group, 8 * tiling.row_tiles
-        slots = plan.n_runs + batch
-        query, decode, merge = self.kernels(tiling, sink)
+    def _prepare(self, plan: Plan, sink: bool, after_store: bool) -> _Step:
+        layout, cut, heads = self.layout, plan.cut, self.layout.num_kv_heads
+        d, tiling, total = layout.head_size, cut.tiling, cut.tokens * self.group
+        rows, slots = cut.queries * self.group, cut.runs + cut.tiles
+        query, decode, merge = self.kernels(tiling, sink, after_store)
         cap = self.soft_cap * _LOG2E if self.soft_cap > 0 else 1.0
-        total = batch * rows
         take = next((t for t in (16, 8, 4, 2) if -(-total // t) * heads >= self.multiprocessors), 1)
-        blocks = min(-(-tokens * self.group // 16), max(self.multiprocessors * 4 // heads, 1))
-        grid, shared = (plan.n_runs, heads * plan.row_blocks, 1), tiling.shared(layout)
+        blocks = min(-(-total // 16), max(self.multiprocessors * 4 // heads, 1))
+        merges = min(-(-total // take), max(self.multiprocessors * 2 // heads, 1))
         return _Step(
             query=Launch(query, _QUERY, (blocks, heads, 1), 256 if d > 128 else 128),
-            decode=Launch(decode, _DECODE, grid, WARPS * 32, shared),
-            merge=Launch(merge, _MERGE, (-(-total // take), heads, 1), 256),
-            query_tail=(tokens, heads, query_scale(self.scale), self.scale * _LOG2E),
-            decode_plan=tuple(map(pointer, (plan.lengths, plan.query_start, plan.cum, plan.runs))),
-            decode_tail=(batch, heads, plan.row_blocks, rows, slots, self.window, 2.0**24 / QUERY_GAIN / cap, cap),
-            merge_plan=tuple(map(pointer, (plan.cum, plan.meta, plan.query_start))),
-            merge_tail=(batch, heads, plan.row_blocks, rows, rows_block, slots, take),
-            scratch=self._scratch_parts(tokens, batch, plan.max_query),
+            decode=Launch(decode, _DECODE, (cut.runs, heads, 1), WARPS * 32, tiling.shared(layout)),
+            merge=Launch(merge, _MERGE, (merges, heads, 1), 256),
+            query_tail=(cut.tokens, heads, int(after_store), query_scale(self.scale), self.scale * _LOG2E),
+            decode_plan=tuple(map(pointer, (plan.tiles, plan.cum, plan.runs))),
+            decode_tail=(heads, rows, slots, self.window, 2.0**24 / QUERY_GAIN / cap, cap),
+            merge_plan=tuple(map(pointer, (plan.tiles, plan.cum, plan.tile_of, plan.meta))),
+            merge_tail=(cut.tokens, rows, slots, take),
+            scratch=self._scratch_parts(cut),
         )

@@ -1,65 +1,95 @@
-// Cuts the keys of a batch into equal runs, one for each thread block of a KV head (decode.cu).
+// Cuts a batch into tiles of query rows, and the keys they see into equal runs, one for each thread block of a KV head.
 //
 // One block of 1,024 threads; runs once a step, on the device, so that graphs need no host copy of the lengths.
-//   cum[b]   units (of `unit` tokens) before sequence b, cum[batch] all of them
-//   runs[w]  where run w starts: (sequence, unit inside it, units of the run, tokens of the sequence) and
-//            (first query row, query rows, units from there to the end of the sequence, 0)
-//   meta[0]  units a run
-// A sequence starts at its first visible token, rounded down to 16, if there is a window.
+// A tile is up to `most` consecutive query tokens of one sequence; a decode is one tile, a prompt chunk many.
+//   tiles[v]    (sequence, tokens that its last query sees, first query token, query tokens); zeros past the last tile
+//   tile_of[t]  tile of query token t; -1 for a token of no sequence
+//   cum[v]      units (of `unit` tokens of keys) before tile v, cum[n_tiles] all of them
+//   runs[w]     where run w starts: (tile, unit inside it, units of the run, tokens that the tile sees) and
+//               (first query token, query tokens, units from there to the end of the tile, sequence)
+//   meta[0]     units a run
+// A tile's keys start at the first visible token, rounded down to 16, if there is a window.
 #include "mma.h"
 
 struct Args {
   const int* lengths; const int* q_start;
-  int* cum; int4* runs; int* meta;
-  int batch, n_runs, unit, window, min_units;
+  int4* tiles; int4* runs; int* cum; int* tile_of; int* meta;
+  int batch, tokens, n_tiles, most, n_runs, unit, window;
 };
 
+// inclusive sum over the block's threads, plus everything of earlier calls in `carry`
+DEV int running_sum(int n, int* warp_sums, int* carry) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int x = n;
+#pragma unroll
+  for (int o = 1; o < 32; o *= 2) { const int y = __shfl_up_sync(FULL, x, o); if (lane >= o) x += y; }
+  if (lane == 31) warp_sums[warp] = x;
+  __syncthreads();
+  if (warp == 0) {
+    int s = warp_sums[lane];
+#pragma unroll
+    for (int o = 1; o < 32; o *= 2) { const int y = __shfl_up_sync(FULL, s, o); if (lane >= o) s += y; }
+    warp_sums[lane] = s;
+  }
+  __syncthreads();
+  x += *carry + (warp ? warp_sums[warp - 1] : 0);
+  __syncthreads();
+  if (threadIdx.x == 1023) *carry = x;
+  __syncthreads();
+  return x;
+}
+
 extern "C" __global__ void __launch_bounds__(1024) plan(const __grid_constant__ Args a) {
-  const int* lengths = a.lengths; const int* q_start = a.q_start;
-  int* cum = a.cum; int4* runs = a.runs;
-  const int batch = a.batch, n_runs = a.n_runs, unit = a.unit, window = a.window;
   __shared__ int warp_sums[32];
-  __shared__ int carry, per;
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  if (tid == 0) { carry = 0; cum[0] = 0; }
+  __shared__ int carry;
+  const int tid = threadIdx.x;
+  if (tid == 0) { carry = 0; a.cum[0] = 0; }
   wait_predecessor();
   release_successor();
+  for (int t = tid; t < a.tokens; t += 1024) a.tile_of[t] = -1;
   __syncthreads();
-  for (int b0 = 0; b0 < batch; b0 += 1024) {
+  // ---- tiles
+  for (int b0 = 0; b0 < a.batch; b0 += 1024) {
     const int b = b0 + tid;
-    int n = 0;
-    if (b < batch) {
-      const int len = lengths[b], ql = q_start[b + 1] - q_start[b];
-      const int first = window > 0 ? max(0, len - ql - window + 1) & ~15 : 0;
-      if (len > 0 && ql > 0) n = (len - first + unit - 1) / unit;
+    int len = 0, q0 = 0, ql = 0;
+    if (b < a.batch) { len = a.lengths[b]; q0 = a.q_start[b]; ql = a.q_start[b + 1] - q0; }
+    const int n = ql > 0 ? (ql + a.most - 1) / a.most : 0;
+    const int first = running_sum(n, warp_sums, &carry) - n;
+    for (int i = 0; i < n && first + i < a.n_tiles; i++) {
+      const int begin = i * a.most, end = min(begin + a.most, ql);
+      a.tiles[first + i] = make_int4(b, len - ql + end, q0 + begin, end - begin);
     }
-    int x = n;
-#pragma unroll
-    for (int o = 1; o < 32; o *= 2) { const int y = __shfl_up_sync(FULL, x, o); if (lane >= o) x += y; }
-    if (lane == 31) warp_sums[warp] = x;
-    __syncthreads();
-    if (warp == 0) {
-      int s = warp_sums[lane];
-#pragma unroll
-      for (int o = 1; o < 32; o *= 2) { const int y = __shfl_up_sync(FULL, s, o); if (lane >= o) s += y; }
-      warp_sums[lane] = s;
-    }
-    __syncthreads();
-    const int before = carry + (warp ? warp_sums[warp - 1] : 0);
-    if (b < batch) cum[b + 1] = before + x;
-    __syncthreads();
-    if (tid == 1023) carry = before + x;
-    __syncthreads();
   }
-  if (tid == 0) { per = max((carry + n_runs - 1) / n_runs, a.min_units); a.meta[0] = per; }
+  for (int v = carry + tid; v < a.n_tiles; v += 1024) a.tiles[v] = make_int4(0, 0, 0, 0);
   __syncthreads();
-  for (int w = tid; w < n_runs; w += 1024) {
+  if (tid == 0) carry = 0;
+  __syncthreads();
+  // ---- their units
+  for (int v0 = 0; v0 < a.n_tiles; v0 += 1024) {
+    const int v = v0 + tid;
+    int n = 0;
+    if (v < a.n_tiles) {
+      const int4 tile = a.tiles[v];
+      const int first = a.window > 0 ? max(0, tile.y - tile.w - a.window + 1) & ~15 : 0;
+      if (tile.y > 0 && tile.w > 0) n = (tile.y - first + a.unit - 1) / a.unit;
+      for (int t = 0; t < tile.w; t++) if (tile.z + t < a.tokens) a.tile_of[tile.z + t] = v;
+    }
+    const int sum = running_sum(n, warp_sums, &carry);
+    if (v < a.n_tiles) a.cum[v + 1] = sum;
+  }
+  // ---- runs
+  const int per = max((carry + a.n_runs - 1) / a.n_runs, 1);
+  if (tid == 0) a.meta[0] = per;
+  for (int w = tid; w < a.n_runs; w += 1024) {
     const int u = w * per;
-    int lo = 0, hi = batch;                      // the last sequence with cum[lo] <= u
-    while (hi - lo > 1) { const int mid = (lo + hi) / 2; if (cum[mid] <= u) lo = mid; else hi = mid; }
+    int lo = 0, hi = a.n_tiles;                      // the last tile with cum[lo] <= u
+    while (hi - lo > 1) { const int mid = (lo + hi) / 2; if (a.cum[mid] <= u) lo = mid; else hi = mid; }
     const int units = min(per, carry - u);
-    int4 first = make_int4(lo, u - cum[lo], units, 0), second = make_int4(0, 0, 0, 0);
-    if (units > 0) { first.w = lengths[lo]; second = make_int4(q_start[lo], q_start[lo + 1] - q_start[lo], cum[lo + 1] - u, 0); }
-    runs[2 * w] = first; runs[2 * w + 1] = second;
+    int4 first = make_int4(lo, u - a.cum[lo], units, 0), second = make_int4(0, 0, 0, 0);
+    if (units > 0) {
+      const int4 tile = a.tiles[lo];
+      first.w = tile.y; second = make_int4(tile.z, tile.w, a.cum[lo + 1] - u, tile.x);
+    }
+    a.runs[2 * w] = first; a.runs[2 * w + 1] = second;
   }
 }

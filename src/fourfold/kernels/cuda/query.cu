@@ -2,8 +2,10 @@
 //
 // Compile-time: D, GROUP, SINK, ACT_BF16.  For each query row: 32 CK halves (zeros where D is padded), and
 // aux = (-7.5 * 2^-24 * sum of q', score of the sink centre).  The 2^-4 of the high nibbles is in Wq.
-// A warp keeps its share of the columns of Wq in registers (read before the wait for the preceding kernel) and walks
-// over blocks of 16 rows.
+// A warp keeps its share of the columns of Wq in registers and walks over blocks of 16 rows.
+// What follows may read pages at once, so everything queued before must have ended when this kernel lets it start.
+// Right behind store.cu (after_store) the two run side by side: store starts nothing before what made q has ended, and
+// this kernel waits for it at its own end.  Otherwise it is launched to start after all earlier work.
 #include "project.h"
 
 constexpr int CHUNKS = (D + 31) / 32, N = 32 * CHUNKS, TILES = N / 8, WARPS = D > 128 ? 8 : 4, OWN = TILES / WARPS;
@@ -12,7 +14,7 @@ struct Args {
   const u16* q; i64 q_stride;                       // [tokens, H, D], elements a token
   const uint4* wq; const float* sink;               // packed [HK, TILES, CHUNKS, 32]; [HK, N] in the operand's order, or null
   u16* out; float2* aux;
-  int tokens, kv_heads;
+  int tokens, kv_heads, after_store;
   float scale, sink_scale;
 };
 
@@ -24,8 +26,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) query(const __grid_cons
   for (int j = 0; j < OWN; j++)
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) w[j][c] = __ldg(a.wq + ((i64)(hk * TILES + warp * OWN + j) * CHUNKS + c) * 32 + lane);
-  wait_predecessor();
-  release_successor();
+  if (!a.after_store) { wait_predecessor(); release_successor(); }
   const int n_rows = a.tokens * GROUP;
   int turn = 0;
   for (int r0 = blockIdx.x * 16; r0 < n_rows; r0 += gridDim.x * 16, turn ^= 1) {
@@ -83,4 +84,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) query(const __grid_cons
           make_float2(-7.5f * 5.9604644775390625e-08f * total.x, total.y * a.sink_scale);
     }
   }
+  if (a.after_store) { wait_predecessor(); release_successor(); }
 }

@@ -16,7 +16,7 @@ struct Args {
   const uint4* wk; const uint4* wv;                                // packed [HK, ..], and one matrix for all heads
   const float* key_bias; const float* value_bias;                  // [2, HK, D], [2, HK, DV]: all positions; position 0
   const uint2* factor; const float4* corner; const float* weight;   // METRIC_KEYS: packed by pack.py
-  int tokens, kv_heads;
+  int tokens, kv_heads, block_tokens;                              // tokens a block takes at once: 16 a warp, up to 128
 };
 
 DEV u32 fma_half2(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
@@ -180,15 +180,15 @@ template <int DIM, bool METRIC> DEV void store_rows(const Args& a, const u16* sr
   wait_predecessor();
   release_successor();
   bool loaded = false;
-  for (int block = blockIdx.x * 128; block < a.tokens; block += gridDim.x * 128) {
-    const int t0 = block + warp * 16;
+  for (int block = blockIdx.x * a.block_tokens; block < a.tokens; block += gridDim.x * a.block_tokens) {
+    const int t0 = warp * 16 < a.block_tokens ? block + warp * 16 : a.tokens;  // other warps only help to load the matrix
     u32 rows[CHUNKS][8];
     const int ta = t0 + g, tb = t0 + g + 8;
     const i64 slot[2] = {ta < a.tokens ? a.slots[ta] : -1, tb < a.tokens ? a.slots[tb] : -1};
     const bool first[2] = {SINK && ta < a.tokens && a.positions[ta] == 0, SINK && tb < a.tokens && a.positions[tb] == 0};
     load_rows<CHUNKS, DIM>(rows, ta < a.tokens ? src + ta * stride + head * DIM : nullptr, tb < a.tokens ? src + tb * stride + head * DIM : nullptr, q4, (u32)a.tokens >> 31);
     {  // the next block's rows into L2: row lane / 2 of 16, one 128-byte line of two
-      const int t = t0 + (int)gridDim.x * 128 + lane / 2;
+      const int t = t0 + (int)gridDim.x * a.block_tokens + lane / 2;
       if (t < a.tokens)
         for (int e = lane % 2 * 64; e < DIM; e += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(src + t * stride + head * DIM + e));
     }

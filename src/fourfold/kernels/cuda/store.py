@@ -11,11 +11,12 @@ from fourfold.kernels.cuda.launch import Launch
 from fourfold.kernels.cuda.pack import PackedParams, chunks
 from fourfold.layout import PageLayout
 
-_ARGUMENTS = "PPqqPPPqqPPPPPPPii"
-"""key, value and their strides, slots, positions, cache and its strides, the parameters' seven, tokens, heads."""
+_ARGUMENTS = "PPqqPPPqqPPPPPPPiii"
+"""key, value and their strides, slots, positions, cache and its strides, the parameters' seven, three sizes."""
 _POSITION_ARGUMENTS = "PPPii"
 """lengths, query_start, out, batch, tokens."""
-_BLOCK_TOKENS = 128
+_BLOCK_TOKENS = (16, 32, 64, 128)
+"""Tokens that a block may take at once."""
 
 
 def write_positions(lengths: torch.Tensor, query_start: torch.Tensor, out: torch.Tensor) -> None:
@@ -36,8 +37,8 @@ def write_positions(lengths: torch.Tensor, query_start: torch.Tensor, out: torch
 @functools.lru_cache(maxsize=256)
 def _prepare(
     layout: PageLayout, sink: bool, metric: bool, dtype: torch.dtype, device: torch.device, tokens: int
-) -> Launch:
-    """The launch for so many tokens; all layers of a step share it."""
+) -> tuple[Launch, int]:
+    """The launch for so many tokens, which all layers of a step share, and the tokens that a block takes at once."""
     d, dv = layout.head_size, layout.head_size_v
     defines = {
         "D": d, "DV": dv, "PS": layout.block_size, "SINK": int(sink), "METRIC_KEYS": int(metric),
@@ -46,10 +47,13 @@ def _prepare(
     shared = max(n // 8 * chunks(n) * 512 for n in (d, dv))
     if metric:
         shared = max(shared, d // 8 * chunks(d) * 512 + (d * d * 2 if d <= 128 else 0) + d * 64 + d * 4)
-    blocks, heads = -(-tokens // _BLOCK_TOKENS), layout.num_kv_heads
-    resident = max(torch.cuda.get_device_properties(device).multi_processor_count // heads, 1)
-    grid = -(-blocks // -(-blocks // min(blocks, resident)))  # the same number of blocks for each
-    return Launch(load("store", defines, device, shared), _ARGUMENTS, (grid, 2 * heads, 1), 256, shared)
+    heads, multiprocessors = layout.num_kv_heads, torch.cuda.get_device_properties(device).multi_processor_count
+    # Rounding is a long chain of dependent steps, so few tokens are spread over as many multiprocessors as there are.
+    # Two blocks fit on one.
+    size = next((n for n in _BLOCK_TOKENS if -(-tokens // n) * heads <= multiprocessors), _BLOCK_TOKENS[-1])
+    blocks = -(-tokens // size)
+    grid = -(-blocks // -(-blocks // min(blocks, max(multiprocessors // heads, 1))))  # as many blocks for each
+    return Launch(load("store", defines, device, shared), _ARGUMENTS, (grid, 2 * heads, 1), 256, shared), size
 
 
 def store(
@@ -73,9 +77,9 @@ def store(
     if tokens == 0:
         return
     device = key.device
-    launch = _prepare(layout, params.sink, params.metric_keys, params.dtype, device, tokens)
+    launch, size = _prepare(layout, params.sink, params.metric_keys, params.dtype, device, tokens)
     launch(
         stream_of(device), key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0), slots.data_ptr(),
         positions.data_ptr(), cache.data_ptr(), cache.stride(0), cache.stride(1), *params.store_addresses, tokens,
-        layout.num_kv_heads,
+        layout.num_kv_heads, size,
     )  # fmt: skip
