@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -17,6 +16,7 @@ from fourfold.quant.calibration import Statistics
 from fourfold.quant.params import LayerParams
 
 if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -15,6 +14,9 @@ from fourfold.kernels.cpu.attention import CpuLayer
 from fourfold.layout import PageLayout
 from fourfold.quant.params import LayerParams
 from fourfold.vllm_plugin.attention import CalibrationMetadata, FourfoldBackend, FourfoldImpl, check_page
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
 
 
 class CpuBackend(FourfoldBackend):
