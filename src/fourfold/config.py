@@ -140,5 +140,5 @@ def _number(env: Mapping[str, str], name: str, default: N, kind: Callable[[str],
     return number
 
 
-AUXILIARY = {"FOURFOLD_EXPECT_GPU"}
+AUXILIARY = {"FOURFOLD_EXPECT_GPU", "FOURFOLD_VLLM_TREES"}
 """Names read by the tests only."""

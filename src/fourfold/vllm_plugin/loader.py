@@ -81,7 +81,7 @@ def attention_layers(model: nn.Module, prefix: str = "") -> dict[str, Attention]
             raise FourfoldError(
                 f"layer {name} ({type(module).__name__}) is not served from 4-bit pages",
                 why="a model is held in 4-bit pages as a whole or not at all",
-                fix=_BACKEND_FIX if seam().name == "A" else "serve it without Fourfold (FOURFOLD=0)",
+                fix=_BACKEND_FIX if seam().device == "cuda" else "serve it without Fourfold (FOURFOLD=0)",
             )
         layers[module.layer_name.removeprefix(f"{prefix}.")] = module
     if not layers:
@@ -93,6 +93,7 @@ def prepare(model: nn.Module, vllm_config: VllmConfig, model_config: ModelConfig
     """Give every layer its parameters, check the kernels on this machine, and log the one line."""
     settings = Settings.from_env()
     layers = attention_layers(model, prefix)
+    impls: list[FourfoldImpl] = []
     params, origin = parameters(model, layers, vllm_config, model_config, settings)
     for name, layer in layers.items():
         if name not in params:
@@ -107,12 +108,15 @@ def prepare(model: nn.Module, vllm_config: VllmConfig, model_config: ModelConfig
         problem = own.check(layer.num_kv_heads, layer.head_size, layer.head_size_v)
         if problem:
             raise FourfoldError(f"calibration does not fit {name}", why=problem, fix="calibrate this model again")
-        layer.impl.set_params(own.uncentred() if layer.impl.logits_soft_cap else own)
+        impl = layer.impl
+        assert isinstance(impl, FourfoldImpl)  # attention_layers saw to it
+        impl.set_params(own.uncentred() if impl.logits_soft_cap else own)
+        impls.append(impl)
         ask_for_page(layer)
     # the engine's own page where it is known already: what this compiles is then what serves
     block = vllm_config.cache_config.block_size
     block = block if block and block % 16 == 0 and block <= MAX_BLOCK else MIN_BLOCK
-    error = selfcheck.check([layer.impl for layer in layers.values()], model_config.dtype, block)
+    error = selfcheck.check(impls, model_config.dtype, block)
     logger.info("%s", describe(layers, origin, error, settings, vllm_config))
 
 

@@ -11,9 +11,9 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from fourfold.config import Settings
 from fourfold.errors import FourfoldError
@@ -74,12 +74,14 @@ class CudaBuilder(AttentionMetadataBuilder[CudaMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
     @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
         """Graphs of mixed batches, but not if chunks read their own tokens unquantised: those need FlashAttention."""
         raw = Settings.from_env().prefill == "raw"
         return AttentionCGSupport.UNIFORM_BATCH if raw else cls._cudagraph_support
 
-    def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: torch.device):
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layout = check_page(kv_cache_spec)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
@@ -152,7 +154,8 @@ class CudaBuilder(AttentionMetadataBuilder[CudaMetadata]):
             return result
         starts = m.query_start_loc_cpu[: batch + 1].tolist()
         queries = [b - a for a, b in pairwise(starts)]
-        decodes = next(i for i, n in enumerate(queries) if n > threshold)
+        # none, where max_query_len was only a bound
+        decodes = next((i for i, n in enumerate(queries) if n > threshold), batch)
         chunks = [n for n in queries[decodes:] if n]  # padding of a graph comes last
         known = m.seq_lens_cpu_upper_bound
         totals = (m.seq_lens.cpu() if known is None else known)[decodes : decodes + len(chunks)].tolist()

@@ -19,6 +19,8 @@ from vllm.logger import init_logger
 from fourfold.rank.policy import CLASSES
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from fourfold.vllm_plugin.ranking import Ranking
 
 logger = init_logger("vllm.fourfold")
@@ -58,7 +60,7 @@ def _metrics() -> dict[str, Any]:
 class RankMetrics:
     """Publishes a ``Ranking``'s numbers; ``tick`` is cheap enough for every step."""
 
-    def __init__(self, ranking: Ranking, vllm_config: Any) -> None:
+    def __init__(self, ranking: Ranking, vllm_config: VllmConfig) -> None:
         self._ranking = ranking
         self._engine = str(getattr(vllm_config.parallel_config, "data_parallel_index", 0))
         self._published: dict[tuple[str, ...], float] = {}

@@ -1,6 +1,6 @@
 """vLLM's scheduler with Fourfold's order, admission and victims: ``--scheduler-cls`` takes either class here.
 
-Nothing of ``Scheduler.schedule`` is copied.  The seams are vLLM's own methods, in 0.25.1 and 0.32.0:
+Nothing of ``Scheduler.schedule`` is copied.  The seams are vLLM's own methods (``compat.SCHEDULER_SEAMS``):
 
 * the waiting queue is a ``RequestQueue`` of ours, whose truth value is admission (see ``queue.py``);
 * vLLM's branch for the policy "priority" preempts the running request with the greatest ``priority`` and gives back
@@ -23,7 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from fourfold.config import Settings
 from fourfold.rank.admission import Pool
-from fourfold.vllm_plugin.compat import check_scheduler
+from fourfold.vllm_plugin.compat import blocked_check, check_scheduler
 from fourfold.vllm_plugin.queue import RankedQueue
 from fourfold.vllm_plugin.rank_metrics import RankMetrics
 from fourfold.vllm_plugin.ranking import LengthRecorder, Ranking, prompt_text
@@ -64,7 +64,7 @@ class RankedMixin(Scheduler):
         self.policy = SchedulingPolicy.PRIORITY
         self.waiting = RankedQueue(ranking.key, self._may_take)
         self._queues = [self.waiting]
-        if hasattr(self, "skipped_waiting"):  # 0.25: those that were skipped wait apart
+        if hasattr(self, "skipped_waiting"):  # in some versions those that were skipped wait apart
             self.skipped_waiting = RankedQueue(ranking.key, self._may_take)
             self._queues.append(self.skipped_waiting)
         groups = self.kv_cache_config.kv_cache_groups
@@ -142,7 +142,7 @@ class RankedMixin(Scheduler):
                 queue.add_request(session)
 
     def _select_waiting_queue_for_scheduling(self) -> Any:
-        """0.25: which of the two queues the next request comes from."""
+        """Where there are two queues: which of them the next request comes from."""
         if self._ranking is None:
             return super()._select_waiting_queue_for_scheduling()
         return self._first_queue()
@@ -168,13 +168,12 @@ class RankedMixin(Scheduler):
         """Whether the request waits for nothing but its turn; vLLM's own check, which may be asked twice."""
         if not self._is_blocked_waiting_status(request.status):
             return True
-        promote = getattr(self, "_handle_blocked_waiting_request", None)  # 0.32
-        if promote is None:
-            promote = self._try_promote_blocked_waiting_request  # 0.25
+        promote = blocked_check(self)
+        assert promote is not None  # check_scheduler saw to it
         return bool(promote(request)) and request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
     def _holders(self) -> Iterator[Request]:
-        """Requests that hold KV: the running ones, and on 0.32 the waiting ones that kept theirs."""
+        """Requests that hold KV: the running ones, and where vLLM has such, the waiting ones that kept theirs."""
         return chain(self.running, getattr(self, "kv_holding_waiting", ()))
 
     def _pool(self) -> Pool:
