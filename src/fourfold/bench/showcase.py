@@ -109,34 +109,34 @@ def server_flags(mode: KvMode, budget: int, dtype: str, port: int, block_size: i
     ]
 
 
-def probe_throughput(url: str, requests: list[Request], tokens: tuple[int, int] = (4, 36)) -> float:
-    """Output tokens a second while a few requests are decoded at once.
+def probe_throughput(url: str, requests: list[Request], tokens: int = 48) -> float:
+    """Output tokens a second while a few requests are answered at once, their prompts' time included.
 
-    Two rounds of different length: what both have in common, the prompts above all, drops out of their difference.  The
-    first requests warm the server up and are not counted.
+    The first requests warm the server up, with prompts of their own: a prompt that is in the prefix cache costs
+    nothing, and the difference of two rounds over the same prompts once gave four times what the machine could do.
 
     Raises:
         FourfoldError: the server refuses a request.
     """
 
-    def ask(request: Request, count: int) -> None:
-        body = {"model": "model", "prompt": request.prompt, "max_tokens": count, "ignore_eos": True, "temperature": 0.0}
+    def ask(request: Request) -> None:
+        body = {
+            "model": "model",
+            "prompt": request.prompt,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "temperature": 0.0,
+        }
         response = httpx.post(f"{url}/v1/completions", json=body, timeout=600, trust_env=False)
         if response.status_code != 200:
             raise FourfoldError(f"the server refused a request with {response.status_code}", why=response.text[:300])
 
-    def seconds(pool: ThreadPoolExecutor, some: list[Request], count: int) -> float:
-        start = time.monotonic()
-        list(pool.map(ask, some, [count] * len(some)))
-        return time.monotonic() - start
-
-    short, long = tokens
+    warm, measured = requests[:2], requests[2:]
     with ThreadPoolExecutor(len(requests)) as pool:
-        seconds(pool, requests[:2], short)
-        once, more = seconds(pool, requests, short), seconds(pool, requests, long)
-    # on a busy machine the short round may take longer than it should; the long one alone is then a lower bound
-    decode = more - once if more > 1.2 * once else more
-    return len(requests) * (long - short) / decode
+        list(pool.map(ask, warm))
+        start = time.monotonic()
+        list(pool.map(ask, measured))
+        return len(measured) * tokens / (time.monotonic() - start)
 
 
 HEADLINE = (

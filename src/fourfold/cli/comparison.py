@@ -132,7 +132,7 @@ class _Comparison:
                 requests = self.material.result().requests
                 lap("start")
                 status.phase(f"{name}: warming up …")
-                probe = showcase.probe_throughput(url, requests[:8])
+                probe = showcase.probe_throughput(url, requests[:10])
                 lap("warm_up")
                 result = self._load(url, name, probe, driver, status)
                 lap("load")
