@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fourfold.files import write_json
 from gpu_serving import environment
 from serving_load import DTYPES, MODEL
 
@@ -102,9 +103,7 @@ def main() -> None:
             rows[mode] = json.loads(Path(job["result"]).read_text())
             print(mode, {key: round(value, 3) for key, value in rows[mode].items()}, flush=True)
     result = {"modes": rows, "config": {"long": options.long, "engine": options.engine}, "environment": environment()}
-    temporary = options.out / "metrics.json.tmp"
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
-    temporary.replace(options.out / "metrics.json")
+    write_json(options.out / "metrics.json", result)
 
 
 if __name__ == "__main__":

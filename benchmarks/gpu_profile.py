@@ -17,7 +17,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from serving_load import DTYPES, MODEL
+from fourfold.files import write_json
+from serving_load import MODEL, engine_arguments
 
 PROMPT = 181
 
@@ -26,13 +27,8 @@ def build(options: argparse.Namespace, folder: Path) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    arguments: dict[str, Any] = {
-        "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 4096,
-        "kv_cache_dtype": DTYPES.get(options.mode, options.mode), "kv_cache_memory_bytes": options.kv_gib << 30,
-        "max_num_seqs": 512, "enable_prefix_caching": False, **options.engine,
-    }  # fmt: skip
-    if options.mode == "fourfold":
-        arguments["attention_backend"] = "CUSTOM"
+    arguments = engine_arguments(options.mode, folder, options.kv_gib, max_num_seqs=512)
+    arguments |= {"skip_tokenizer_init": True, **options.engine}
     return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
 
@@ -106,7 +102,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     result = {"mode": options.mode, "running": options.running, "new": options.new, "wall_ms": wall,
               "kernels": [{"name": k, "ms": ms, "count": n} for ms, n, k in rows]}  # fmt: skip
-    (options.out / f"{options.mode}.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.out / f"{options.mode}.json", result)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from fourfold.files import write_json
+from fourfold.evals.process import work
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -38,11 +35,5 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Entry point: read a job, write its result."""
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    write_json(job["result"], run(job))
-
-
 if __name__ == "__main__":
-    main()
+    work(run)

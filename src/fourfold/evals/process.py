@@ -61,3 +61,9 @@ def run_job(
         text = log.read_text(encoding="utf-8", errors="replace").splitlines()
         raise FourfoldError(f"the engine stopped in KV mode {name}", why=explain(text))
     return dict(json.loads(result.read_text(encoding="utf-8")))
+
+
+def work(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """The other side of ``run_job``: ``python -m MODULE JOB.json`` reads its job and writes ``run``'s result."""
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    write_json(job["result"], run(job))

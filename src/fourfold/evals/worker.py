@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import torch
 
 from fourfold.evals.engine import EXTENSION, measure_windows
-from fourfold.files import write_json
+from fourfold.evals.process import work
 
 
 class LocalEngine:
@@ -66,11 +64,5 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Entry point: read a job, write its result beside it."""
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    write_json(job["result"], run(job))
-
-
 if __name__ == "__main__":
-    main()
+    work(run)

@@ -33,6 +33,7 @@ _DECODE = "PqqPiPPPPPPPiiiiff"
 _MERGE = "PPPPPPPPPPqiiii"
 """po, pm, the plan's four, wo, centre, sink, out and its stride, four sizes."""
 ANY = 1 << 30
+"""Query tokens of a sequence, where nothing is known of them."""
 
 
 @dataclass(slots=True)
@@ -55,12 +56,11 @@ class Cut:
     """How a step of so many sequences and tokens is cut, whatever their lengths.
 
     Attributes:
-        batch, tokens: sequences and query tokens of the step, padding included.
+        tokens: query tokens of the step, padding included.
         queries: query tokens of a tile, at most; tiles: most tiles that the step can have.
         runs: of the keys, a KV head: thread blocks, and so the fixed split count.
     """
 
-    batch: int
     tokens: int
     queries: int
     tiles: int
@@ -141,7 +141,7 @@ class Decode:
         if 2 * tiles * heads <= self.multiprocessors:
             tiling = self._tiling(rows, few=True)
         runs = max(self.multiprocessors * tiling.blocks // heads, 1)
-        return Cut(batch, tokens, queries, tiles, runs, tiling)
+        return Cut(tokens, queries, tiles, runs, tiling)
 
     def _tiling(self, rows: int, few: bool) -> Tiling:
         found = self.forced_tiling or self._tilings.get((rows, few))
