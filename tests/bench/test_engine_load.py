@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import math
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.bench.driver import watch
+from fourfold.bench import driver
+from fourfold.bench.driver import shorten_idle, watch
 from fourfold.bench.load import LoadSettings, run_load
 from fourfold.bench.prompts import Prompt, select
 from fourfold.bench.server import free_port, running_server
@@ -125,3 +127,36 @@ def test_streams_without_an_end_are_errors(reason: str | None, success: bool) ->
         module.ASYNC_REQUEST_FUNCS.update(original[1])
     assert output.success is success
     assert output.error.startswith("cut stream") is not success
+
+
+@pytest.mark.parametrize(("pause", "connections"), [(0.0, 1), (0.4, 2)], ids=["busy", "idle"])
+def test_connections_are_given_up_before_a_server_closes_them(
+    pause: float, connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import aiohttp
+
+    monkeypatch.setattr(driver, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(aiohttp, "TCPConnector", aiohttp.TCPConnector)  # put back afterwards
+    shorten_idle(aiohttp)
+    accepted: list[int] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.append(1)
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+                await writer.drain()
+        writer.close()
+
+    async def ask() -> None:
+        stub = await asyncio.start_server(handle, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{stub.sockets[0].getsockname()[1]}/"
+        connector = aiohttp.TCPConnector(keepalive_timeout=60)  # as vLLM's generator makes it
+        async with stub, aiohttp.ClientSession(connector=connector) as session:
+            for _ in range(2):
+                async with session.post(url) as response:
+                    assert response.status == 200
+                await asyncio.sleep(pause)
+
+    asyncio.run(ask())
+    assert len(accepted) == connections

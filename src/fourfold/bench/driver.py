@@ -4,7 +4,8 @@
 vLLM is imported before the line is read, so that the tens of seconds which that takes can pass while a server starts.
 Why not the ``vllm`` script: the one of the CPU wheel does not start.  One thing is added: vLLM counts a stream that
 breaks off after its first token as a success, so every stream is watched for a ``finish_reason``, and one without
-becomes an error that starts with ``answers.CUT``.
+becomes an error that starts with ``answers.CUT``.  One thing is taken away: a connection that has been idle for
+``IDLE_SECONDS`` is not used again (see there).
 
 vLLM is loaded by name, when this module runs as a program; no module of ``fourfold.bench`` imports it.
 """
@@ -18,6 +19,11 @@ import sys
 from typing import Any
 
 from fourfold.bench.answers import CUT
+
+IDLE_SECONDS = 2.0
+"""How long a connection is kept for the next request.  vLLM's generator keeps it for 60 s and vLLM's server for 5
+(``VLLM_HTTP_TIMEOUT_KEEP_ALIVE``), so a request that comes 5 s after the last one can go into a connection that is being
+closed; POST is not sent again, and an answer that the server never saw counts as failed."""
 
 _finish: contextvars.ContextVar[list[str]] = contextvars.ContextVar("finish")
 
@@ -65,9 +71,21 @@ def watch(module: Any) -> None:
             functions[name] = watched(functions[name])
 
 
+def shorten_idle(module: Any) -> None:
+    """Make every connector of the ``aiohttp`` module drop idle connections before a server does."""
+    connector = module.TCPConnector
+
+    class ShortIdle(connector):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, keepalive_timeout: float = IDLE_SECONDS, **options: Any) -> None:
+            super().__init__(*args, keepalive_timeout=min(keepalive_timeout, IDLE_SECONDS), **options)
+
+    module.TCPConnector = ShortIdle
+
+
 def run() -> None:
     """Import vLLM, then read the flags of ``vllm bench serve`` and run it; end if there are none."""
     watch(importlib.import_module("vllm.benchmarks.lib.endpoint_request_func"))
+    shorten_idle(importlib.import_module("aiohttp"))
     serve = importlib.import_module("vllm.benchmarks.serve")
     parser_type = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
     parser = parser_type(prog="vllm bench serve")

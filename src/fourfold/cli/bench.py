@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fourfold.cli.common import EXIT_FAILURE, emit_json, err, reports_errors, working
+from fourfold.cli.common import EXIT_FAILURE, emit_json, err, print_errors, reports_errors, working
 from fourfold.errors import FourfoldError
 
 
@@ -90,6 +90,7 @@ def bench(
         _print(result)
     if not result["valid"]:
         err.print(f"[bold red]invalid run:[/] {result['answers']}", markup=True)
+        print_errors(result["errors"])
         raise typer.Exit(EXIT_FAILURE)
 
 

@@ -104,6 +104,12 @@ def fail(error: FourfoldError) -> NoReturn:
     raise typer.Exit(EXIT_INPUT)
 
 
+def print_errors(errors: list[str]) -> None:
+    """What the load generator said of failed requests; the texts come from servers and are not markup."""
+    for error in errors:
+        err.print(f"  {error}", markup=False, soft_wrap=True)
+
+
 def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
     """Turn ``FourfoldError`` into a message and exit code 2."""
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fourfold.cli.common import EXIT_FAILURE, emit_json, err, make_settings, parse_bytes, reports_errors, working
+from fourfold.cli.common import EXIT_FAILURE, emit_json, err, make_settings, parse_bytes, print_errors, reports_errors, working
 from fourfold.errors import FourfoldError
 
 
@@ -83,6 +83,8 @@ def demo(
         typer.echo(f"{out / 'index.html'} and {out / 'metrics.json'} written after {metrics['seconds']:.0f} s")
     if not all(row["valid"] for row in metrics["modes"].values()):
         err.print("[bold red]invalid run:[/] answers failed, were cut, were empty, or looped", markup=True)
+        for row in metrics["modes"].values():
+            print_errors(row["errors"])
         raise typer.Exit(EXIT_FAILURE)
 
 
