@@ -58,7 +58,7 @@ def start(name: str, graphs: str, drafts: int, folder: Path, out: Path, runner: 
         "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 4096,
         "kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 64, "seed": 0, "dtype": "float32",
         "attention_backend": "CUSTOM", "max_num_batched_tokens": 256, "enable_prefix_caching": True,
-        "disable_log_stats": False, **GRAPHS[graphs],
+        "disable_log_stats": False, "gpu_memory_utilization": 0.1, **GRAPHS[graphs],
     }  # fmt: skip
     if drafts:
         engine["speculative_config"] = {

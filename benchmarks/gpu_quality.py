@@ -40,6 +40,9 @@ KNOWN = {**MODES, EVERY_LAYER.name: EVERY_LAYER}
 GENERATE = "fourfold.evals.generate"
 DIVERGENCE = "fourfold.evals.worker"
 
+SHARED = {"gpu_memory_utilization": 0.3}
+"""vLLM refuses to start where less than this share is free; the cache's size is given, and engines share a card."""
+
 
 def command(mode: KvMode, module: str) -> tuple[str, ...]:
     """What runs a module's job in this mode."""
@@ -106,7 +109,11 @@ class Run:
         rows: dict[str, Any] = {}
         for mode in [MODES["bf16"], *(mode for mode in modes if mode.name != "bf16")]:
             engine = perplexity.engine_arguments(
-                len(windows[0]), dtype="bfloat16", chunk_tokens=chunk, kv_bytes=512 << 20, extra=mode.engine
+                len(windows[0]),
+                dtype="bfloat16",
+                chunk_tokens=chunk,
+                kv_bytes=512 << 20,
+                extra={**mode.engine, **SHARED},
             )
             first = mode.name == perplexity.BASELINE
             row = self.attempt(
@@ -136,7 +143,7 @@ class Run:
         for mode in modes:
             engine = {
                 "dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": 512, "enable_prefix_caching": True,
-                "kv_cache_memory_bytes": int(self.options.kv_gib * 2**30), "seed": 0, **mode.engine,
+                "kv_cache_memory_bytes": int(self.options.kv_gib * 2**30), "seed": 0, **mode.engine, **SHARED,
                 **self.options.engine,
             }  # fmt: skip
             job = {"model": self.model, "engine": engine, **asked}

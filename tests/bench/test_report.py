@@ -29,6 +29,7 @@ def run(capacity: int, ttft: float, tpot: float, preemptions: int, degenerate: i
         "preemptions": preemptions,
         "completed": 10,
         "failed": 0,
+        "errors": [],
         "valid": True,
         "answers": {"total": total, "failed": 0, "cut": 0, "empty": 0, "degenerate": degenerate},
         "engine": {
@@ -67,7 +68,7 @@ def test_metrics_hold_everything_that_was_promised(metrics: dict) -> None:
         wanted = (
             "capacity_tokens kv_bytes ttft_mean_s ttft_p99_s tpot_mean_ms tpot_p99_ms output_tokens_per_s preemptions"
         )
-        for key in [*wanted.split(), "perplexity", "kl", "completed", "failed", "valid"]:
+        for key in [*wanted.split(), "perplexity", "kl", "completed", "failed", "errors", "valid"]:
             assert row[key] is not None
     assert metrics["modes"]["bf16"]["kl"] == 0.0
     assert metrics["engine"]["model"] == "SmolLM2"

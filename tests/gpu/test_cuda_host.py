@@ -58,7 +58,7 @@ def test_packed_factor_holds_the_unit_triangle():
 def test_tilings_fit_the_multiprocessor(size, limit):
     layout = PageLayout(16, 1, size, size)
     for rows in (1, 4, 8, 9, 16, 24, 32, 64, 1000):
-        tiling = choose_tiling(layout, rows, limit, few=rows % 2 == 0)
+        tiling = choose_tiling(layout, rows, limit, few=rows % 2 == 0, warps=1 if rows % 3 else 4)
         assert tiling.blocks * (tiling.shared(layout) + 1024) <= limit
         assert tiling.stages >= 2
         assert 1 <= tiling.row_tiles <= 3
@@ -68,7 +68,7 @@ def test_tilings_fit_the_multiprocessor(size, limit):
 def test_every_kernel_compiles(capability):
     """NVRTC needs no GPU; it is one of the tests' requirements."""
     common = {"D": 80, "DV": 80, "PS": 48, "GROUP": 3, "SINK": 1, "ACT_BF16": 1}
-    tiling = {"NB": 2, "NT": 1, "ST": 3, "MINB": 2, "SOFTCAP": 1, "WINDOW": 1}
+    tiling = {"NB": 2, "NT": 1, "NW": 4, "ST": 3, "MINB": 2, "SOFTCAP": 1, "WINDOW": 1}
     for name, more in (
         ("plan", {}),
         ("positions", {}),
@@ -76,6 +76,7 @@ def test_every_kernel_compiles(capability):
         ("merge", {}),
         ("dequantise", {}),
         ("decode", tiling),
+        ("decode", {**tiling, "NW": 1}),
         ("store", {"METRIC_KEYS": 1, "TABLES_SHARED": 1}),
     ):
         assert compile_cubin(name, common | more, capability)[:4] == b"\x7fELF"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from fourfold.kernels.cuda.decode import Decode, Tiling
 from fourfold.kernels.cuda.dequantise import dequantise
 from fourfold.kernels.cuda.pack import pack_params
 from fourfold.kernels.cuda.store import store
+from fourfold.kernels.cuda.tiling import choose_tiling
 from fourfold.layout import PageLayout
 from fourfold.quant import codec
 
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.gpu
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 2e-3}
 
 
-def decode(batch, params, device, *, soft_cap=0.0, window=0, tiling=None, usual=None):
+def decode(batch, params, device, *, soft_cap=0.0, window=0, tiling=None, usual=None, multiprocessors=None, extra=None):
     """Outputs of the CUDA path; poisoned first, so that an element left out shows."""
     layout, scale = batch.layout, batch.layout.head_size**-0.5
     kernel = Decode(
@@ -35,9 +37,11 @@ def decode(batch, params, device, *, soft_cap=0.0, window=0, tiling=None, usual=
         window=window,
         tiling=tiling,
     )
+    kernel.multiprocessors = multiprocessors or kernel.multiprocessors
     lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=device)
     start = batch.query_start.to(device)
-    plan = kernel.plan(lengths, start, kernel.cut(len(batch.lengths), len(batch.query), max(batch.queries), usual))
+    cut = kernel.cut(len(batch.lengths), len(batch.query), max(batch.queries), usual)
+    plan = kernel.plan(lengths, start, cut if extra is None else replace(cut, extra=extra))
     shape = (*batch.query.shape[:2], layout.head_size_v)
     out = torch.full(shape, float("nan"), dtype=batch.dtype, device=device)
     packed = pack_params(params, batch.dtype, device)
@@ -49,13 +53,13 @@ def decode(batch, params, device, *, soft_cap=0.0, window=0, tiling=None, usual=
 RAGGED = [0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "warps"), [(torch.bfloat16, 4), (torch.float16, 4), (torch.bfloat16, 1)])
 @pytest.mark.parametrize("block", [16, 32, 48, 64, 128])
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 192, 256])
-def test_decode_of_ragged_lengths(cuda, head_size, block, dtype):
+def test_decode_of_ragged_lengths(cuda, head_size, block, dtype, warps):
     batch = Batch(PageLayout(block, 1, head_size, head_size), RAGGED, [1] * len(RAGGED), 4, dtype)
     params = make_params(1, head_size, head_size, sink=True, metric=False)
-    out = decode(batch, params, cuda)
+    out = decode(batch, params, cuda, tiling=choose_tiling(batch.layout, 4, 100 << 10, warps=warps))
     expected = batch.oracle(params, head_size**-0.5)
     assert (out[0] == 0).all()  # length 0
     assert relative_error(out, expected) < LIMIT[dtype]
@@ -110,13 +114,30 @@ def test_soft_cap_and_window(cuda, soft_cap, window, drafts):
 
 @pytest.mark.parametrize(
     "tiling",
-    [Tiling(1, 1, 3, 1), Tiling(1, 2, 3, 4), Tiling(1, 1, 4, 2), Tiling(2, 1, 3, 2), Tiling(4, 1, 3, 1)],
+    [
+        *(Tiling(1, 1, 3, 1), Tiling(1, 2, 3, 4), Tiling(1, 1, 4, 2), Tiling(2, 1, 3, 2), Tiling(4, 1, 3, 1)),
+        *(Tiling(1, 1, 2, 16, 1), Tiling(1, 2, 3, 8, 2), Tiling(2, 2, 3, 8, 1), Tiling(3, 1, 4, 2, 1)),
+    ],
+    ids=str,
 )
-def test_every_tiling_gives_the_same(cuda, tiling):
-    batch = Batch(PageLayout(16, 2, 128, 128), [700, 0, 129], [1] * 3, 8, torch.float16)
+@pytest.mark.parametrize("queries", [1, 5])
+def test_every_tiling_gives_the_same(cuda, tiling, queries):
+    batch = Batch(PageLayout(16, 2, 128, 128), [700, 0, 129], [queries] * 3, 8, torch.float16)
     params = make_params(2, 128, 128, sink=True, metric=False)
     out = decode(batch, params, cuda, tiling=tiling)
     assert relative_error(out, batch.oracle(params, 128**-0.5)) < LIMIT[torch.float16]
+
+
+@pytest.mark.parametrize("extra", [0, 3])
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("tiling", [Tiling(1, 2, 3, 4), Tiling(1, 2, 3, 16, 1), Tiling(1, 1, 4, 16, 1)], ids=str)
+def test_a_run_of_many_tiles(cuda, tiling, window, extra):
+    """One run a KV head, hundreds of short sequences in it and long gaps of empty ones."""
+    lengths = [1] * 70 + [0] * 50 + [33, 0, 260, 5] * 12 + [0] * 40 + [700, 16]
+    batch = Batch(PageLayout(16, 2, 128, 128), lengths, [1] * len(lengths), 8, torch.float16)
+    params = make_params(2, 128, 128, sink=True, metric=False)
+    out = decode(batch, params, cuda, tiling=tiling, window=window, multiprocessors=1, extra=extra)
+    assert relative_error(out, batch.oracle(params, 128**-0.5, window=window)) < LIMIT[torch.float16]
 
 
 @pytest.mark.parametrize(

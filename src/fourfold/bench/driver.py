@@ -22,8 +22,8 @@ from fourfold.bench.answers import CUT
 
 IDLE_SECONDS = 2.0
 """How long a connection is kept for the next request.  vLLM's generator keeps it for 60 s and vLLM's server for 5
-(``VLLM_HTTP_TIMEOUT_KEEP_ALIVE``), so a request that comes 5 s after the last one can go into a connection that is being
-closed; POST is not sent again, and an answer that the server never saw counts as failed."""
+(``VLLM_HTTP_TIMEOUT_KEEP_ALIVE``), so a request that comes 5 s after the last one can go into a connection that is
+being closed; POST is not sent again, and an answer that the server never saw counts as failed."""
 
 _finish: contextvars.ContextVar[list[str]] = contextvars.ContextVar("finish")
 

@@ -10,7 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from fourfold.cli.common import EXIT_FAILURE, emit_json, err, make_settings, parse_bytes, print_errors, reports_errors, working
+from fourfold.cli.common import (
+    EXIT_FAILURE,
+    emit_json,
+    err,
+    make_settings,
+    parse_bytes,
+    print_errors,
+    reports_errors,
+    working,
+)
 from fourfold.errors import FourfoldError
 
 

@@ -1,7 +1,7 @@
 // Attention of a few query rows per KV head over 4-bit pages, split over the KV length.
 //
 // Compile-time: D, DV (head sizes), GROUP (query heads a KV head), NB (blocks of 8 query rows), NT (16-token tiles a
-// warp handles at once), ST (copy stages), PS (block size), SOFTCAP, WINDOW, SINK (0/1), MINB (blocks an SM), ACT_BF16.
+// warp handles at once), NW (warps), ST (copy stages), PS (block size), SOFTCAP, WINDOW, SINK (0/1), MINB (blocks an SM), ACT_BF16.
 //
 // Work: the flattened list of (query tile, unit) of one KV head is cut into equal runs, one a thread block (plan.cu), so
 // a batch of ragged lengths, decodes and prompt chunks alike, is balanced and the grid is fixed.  A unit is NW * 16 * NT
@@ -19,13 +19,15 @@
 // The running maximum is only raised when a score exceeds it by 2^8 (a vote), so the usual tile has no reduction.
 #include "mma.h"
 
-#define NW 4
 constexpr int CK = (D + 31) / 32, CV = (DV + 31) / 32;  // 16-byte chunks of a row in shared memory
 constexpr int RK = 16 * CK, RV = 16 * CV;
 constexpr int TILE = 16 * NT, UNIT = NW * TILE;
 constexpr int KB = 16 * RK, VB = 16 * RV;              // bytes of 16 tokens
 constexpr int STAGE = NT * (KB + VB), SCALES = NT * 64;
-constexpr int RING = ST * (STAGE + SCALES);            // bytes a warp
+constexpr int EXCHANGE = NW > 1 ? 1024 * CV : 0, STATS = NW > 1 ? 128 : 0;  // bytes a warp to merge warps, in the ring's last stages
+constexpr int COPIES = ST * STAGE > EXCHANGE ? ST * STAGE : EXCHANGE;
+constexpr int RING = COPIES + (ST - 1) * SCALES + (SCALES > STATS ? SCALES : STATS);  // bytes a warp
+constexpr int EARLY = (COPIES - EXCHANGE) / STAGE < ST - 1 ? (COPIES - EXCHANGE) / STAGE : ST - 1;  // stages free meanwhile
 constexpr int ROWS = 8 * NB;
 constexpr bool Q_SHARED = NB > 1;                      // query operand in shared memory instead of registers
 constexpr int Q_BYTES = Q_SHARED ? NB * CK * 512 : 0;
@@ -66,7 +68,7 @@ struct Args {
   const int4* tiles; const int* cum; const int4* runs;  // plan: query tiles, units before each, where each run starts (plan.cu)
   const u16* q; const float2* aux;                      // query operand [tokens, H, 32 CK]; (-7.5 * 2^-24 sum q, sink score)
   float* po; float* pm;                                 // partials [HK, slots, rows, DV] and [.., R, 4] (maximum, sum, weight of token 0, -)
-  int kv_heads, rows, slots, window;                    // rows: of a tile, query tokens * GROUP, at most 8 NB
+  int kv_heads, rows, slots, n_tiles, window;                    // rows: of a tile, query tokens * GROUP, at most 8 NB
   float k_factor, cap;                                  // k_factor undoes the scaling of codes and q (and divides by cap)
 };
 
@@ -74,74 +76,67 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
   extern __shared__ __align__(128) char smem[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q4 = lane & 3;
   const int run = blockIdx.x, hk = blockIdx.y;
-  const u32 base = smem_addr(smem), q_shared = base, ring = base + Q_BYTES + warp * RING, scales = ring + ST * STAGE;
+  const u32 base = smem_addr(smem), q_shared = base, ring = base + Q_BYTES + warp * RING, scales = ring + COPIES;
   u32 krow[(CK + 1) / 2], vrow[(CV + 1) / 2];
 #pragma unroll
   for (int i = 0; i < (CK + 1) / 2; i++) krow[i] = matrix_row<RK, CK>(i, lane);
 #pragma unroll
   for (int i = 0; i < (CV + 1) / 2; i++) vrow[i] = matrix_row<RV, CV>(i, lane);
   const int4 start = a.runs[2 * run], start2 = a.runs[2 * run + 1];
-  int tile = start.x, unit = start.y, left = start.z, len = start.w, q0 = start2.x, ql = start2.y, in_tile = start2.z, seq = start2.w;
-  if (left <= 0 && run == 0) wait_predecessor();  // a grid must not end before its predecessor; run 0 has work if any has
-
-  for (bool fresh = false; left > 0; fresh = true) {
-    if (fresh) {
-      tile++; unit = 0; in_tile = a.cum[tile + 1] - a.cum[tile];
-      if (in_tile == 0) continue;
-      const int4 v = a.tiles[tile];
-      seq = v.x; len = v.y; q0 = v.z; ql = v.w;
+  int tile = start.x, unit = start.y, left = start.z, len = start.w, q0 = start2.x, ql = start2.y, in_tile = start2.z;
+  if (left <= 0) {
+    if (run == 0) wait_predecessor();  // a grid must not end before its predecessor; run 0 has work if any has
+    return;
+  }
+  // ---- copies: each warp fills its own ring, a unit of the run at a time, on into the next tiles.  The next unit's page
+  // numbers are on their way while a unit is worked on, and lane i knows tile `known + i`.
+  const int total = left;
+  int made = 0;                                              // units copied
+  int c_tile = tile, c_units = min(in_tile, left), c_len = len, c_row = start2.w * a.table_stride;  // tile of the next unit
+  int c_at = (WINDOW ? max(0, len - ql - a.window + 1) & ~15 : 0) + unit * UNIT + warp * TILE;      // its first token
+  int known = tile + 1, t_seq = 0, t_len = 0, t_first = 0;
+  auto know = [&]() {
+    const int4 v = known + lane < a.n_tiles ? a.tiles[known + lane] : make_int4(0, 0, 0, 0);
+    t_seq = v.x; t_len = v.w > 0 ? v.y : 0;
+    if (WINDOW) t_first = max(0, v.y - v.w - a.window + 1) & ~15;
+  };
+  auto next_tile = [&]() {
+    do {
+      if (++c_tile - known == 32) { known += 32; know(); }
+      c_len = __shfl_sync(FULL, t_len, c_tile - known);
+    } while (c_len <= 0);
+    const int first = WINDOW ? __shfl_sync(FULL, t_first, c_tile - known) : 0;
+    c_row = __shfl_sync(FULL, t_seq, c_tile - known) * a.table_stride;
+    c_units = (c_len - first + UNIT - 1) / UNIT;
+    c_at = first + warp * TILE;
+  };
+  auto group = [&](int t) { t = min(t, (c_len - 1) & ~15); return __ldg(a.table + c_row + t / PS) * (PS / 16) + t % PS / 16; };
+  int at[NT];  // 16-token groups of the next unit, counted over all pages
+  auto copy_groups = [&](const int (&at)[NT], int stage) {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      const u32 in_page = (u32)at[n] % (PS / 16) * 16;
+      const u8* src = a.cache + (u32)at[n] / (PS / 16) * a.page_stride + hk * a.head_stride;
+      const u32 dst = ring + stage * STAGE + n * (KB + VB);
+      copy_rows<D / 2, RK>(dst, src + in_page * (D / 2), lane);
+      copy_rows<DV / 2, RV>(dst + KB, src + PS * (D / 2) + in_page * (DV / 2), lane);
+      if (lane < 4) copy16(scales + stage * SCALES + n * 64 + lane * 16, src + PS * (D / 2 + DV / 2) + in_page * 2 + (lane & 1) * 16 + (lane >> 1) * (2 * PS));
     }
-    const int n_units = min(in_tile, left);
-    left -= n_units;
-    const int first = WINDOW ? max(0, len - ql - a.window + 1) & ~15 : 0;
-    const int begin = first + unit * UNIT, end = min(begin + n_units * UNIT, len);
-    const int all_visible = len - ql + 1;                                            // tokens before this need no causal mask
-    const int all_inside = WINDOW ? len - a.window : 0;                              // tokens from here on need no window mask
-
-    float v_norm = 0.f;  // power of two that keeps this warp's value scales at or below 2
-
-    // ---- copies: each warp fills its own ring
-    const int* table = a.table + (i64)seq * a.table_stride;
-    const int last_group = (len - 1) & ~15;
-    int page[NT];
-    auto pages = [&](int t0) {
+  };
+  auto turn = [&]() {  // to the next unit, which exists
+    if (c_units == 0) next_tile();
 #pragma unroll
-      for (int n = 0; n < NT; n++) page[n] = __ldg(table + min(t0 + 16 * n, last_group) / PS);
-    };
-    auto issue = [&](int t0, int stage) {
-#pragma unroll
-      for (int n = 0; n < NT; n++) {
-        const int in_page = min(t0 + 16 * n, last_group) % PS;
-        const u8* src = a.cache + page[n] * a.page_stride + hk * a.head_stride;
-        const u32 dst = ring + stage * STAGE + n * (KB + VB);
-        copy_rows<D / 2, RK>(dst, src + in_page * (D / 2), lane);
-        copy_rows<DV / 2, RV>(dst + KB, src + PS * (D / 2) + in_page * (DV / 2), lane);
-        if (lane < 4) copy16(scales + stage * SCALES + n * 64 + lane * 16, src + PS * (D / 2 + DV / 2) + in_page * 2 + (lane & 1) * 16 + (lane >> 1) * (2 * PS));
-      }
-    };
-    int next = begin + warp * TILE;
-    {
-      int ahead[ST - 1][NT];  // all page numbers first: they are one latency together, not one each
-#pragma unroll
-      for (int i = 0; i < ST - 1; i++)
-#pragma unroll
-        for (int n = 0; n < NT; n++) ahead[i][n] = __ldg(table + min(min(next + i * UNIT, end - 1) + 16 * n, last_group) / PS);
-#pragma unroll
-      for (int i = 0; i < ST - 1; i++) {
-#pragma unroll
-        for (int n = 0; n < NT; n++) page[n] = ahead[i][n];
-        if (next < end) { issue(next, i); next += UNIT; }
-        copy_commit();
-      }
-      if (next < end) pages(next);
-    }
-
-    // ---- the query operand, the only thing that the preceding kernel makes
-    u32 qb[Q_SHARED ? 1 : NB][Q_SHARED ? 1 : CK][4];
-    float q_off[NB][4], m[NB][2], limit[NB][2], l[NB][2], p0[NB][2], sink[NB][2];
-    wait_predecessor();
-    release_successor();
-    if (Q_SHARED) __syncthreads();
+    for (int n = 0; n < NT; n++) at[n] = group(c_at + 16 * n);
+  };
+  auto copy = [&](int stage) {
+    if (c_at < c_len) copy_groups(at, stage);
+    made++; c_units--; c_at += UNIT;
+    if (made < total) turn();
+  };
+  // ---- the query operand, the only thing that the preceding kernel makes
+  u32 qb[Q_SHARED ? 1 : NB][Q_SHARED ? 1 : CK][4];
+  float q_off[NB][4], sink[NB][2];
+  auto load_query = [&]() {
 #pragma unroll
     for (int n = 0; n < NB; n++) {
       const int r = 8 * n + g;
@@ -161,7 +156,42 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
         q_off[n][x] = q_off[n][2 + x] = v.x; sink[n][x] = v.y;
       }
     }
+  };
+  int allowed = NW == 1 ? total : min(in_tile, left);  // units that may be copied: with several warps the ring is drained
+                                                        // at a tile's end, and then serves to merge them
+  if (c_units < total) know();
+  const int direct = min(ST - 1, c_units);
+  {  // the first units are of the run's first tile: all page numbers at once, one latency together
+    int ahead[ST - 1][NT];
+#pragma unroll
+    for (int i = 0; i < ST - 1; i++)
+#pragma unroll
+      for (int n = 0; n < NT; n++) ahead[i][n] = group(c_at + min(i, direct - 1) * UNIT + 16 * n);
+#pragma unroll
+    for (int i = 0; i < ST - 1; i++) {
+      if (i >= direct) break;
+      if (c_at + i * UNIT < c_len) copy_groups(ahead[i], i);
+      copy_commit();
+    }
+    made = direct; c_units -= direct; c_at += direct * UNIT;
+    if (made < total) turn();
+  }
+#pragma unroll
+  for (int i = 1; i < ST - 1; i++)
+    if (i >= direct) { if (made < allowed) copy(i); copy_commit(); }
+  wait_predecessor();
+  release_successor();
+  load_query();
+  int stage = 0;
+  while (true) {
+    const int n_units = min(in_tile, left);
+    const int first = WINDOW ? max(0, len - ql - a.window + 1) & ~15 : 0;
+    const int begin = first + unit * UNIT, end = min(begin + n_units * UNIT, len);  // the run's keys of the tile
     if (Q_SHARED) __syncthreads();
+    const int all_visible = len - ql + 1;                  // tokens before this need no causal mask
+    const int all_inside = WINDOW ? len - a.window : 0;    // tokens from here on need no window mask
+    float v_norm = 0.f;                                    // power of two that keeps this warp's value scales at or below 2
+    float m[NB][2], limit[NB][2], l[NB][2], p0[NB][2];
 #pragma unroll
     for (int n = 0; n < NB; n++)
 #pragma unroll
@@ -177,7 +207,6 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
         for (int u = 0; u < 2 * CV; u++) acc[n][u][x] = 0.f;
       }
     }
-    int stage = 0;
     for (int t0 = begin + warp * TILE; t0 < end; t0 += UNIT) {
       copy_wait<ST - 2>();
       __syncwarp();
@@ -318,50 +347,90 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
       }
       __syncwarp();  // every lane is done with this stage's predecessor before it is overwritten
       const int free_stage = stage == 0 ? ST - 1 : stage - 1;
-      if (next < end) { issue(next, free_stage); next += UNIT; if (next < end) pages(next); }
+      if (made < allowed) copy(free_stage);
       copy_commit();
       if (++stage == ST) stage = 0;
     }
 
-    // ---- merge the warps (through the ring, which is drained) and write this tile's partial result
-    copy_wait<0>();
-    constexpr int PITCH = DV + 4;
-    float* exchange = (float*)(smem + Q_BYTES);     // [NW][8][PITCH] and [NW][8][3]
-    float* stats = exchange + NW * 8 * PITCH;
+    // ---- on to the next tile
     const float undo = v_norm > 0.f ? 1.f / v_norm : 0.f;
+    const int rows = ql * GROUP;
     const i64 slot = ((i64)hk * a.slots + run + tile) * a.rows;
+    left -= n_units;
+    if (left > 0) {
+      for (in_tile = 0; in_tile == 0;) { tile++; in_tile = a.cum[tile + 1] - a.cum[tile]; }
+      const int4 v = a.tiles[tile];
+      len = v.y; q0 = v.z; ql = v.w; unit = 0;
+    }
+    if constexpr (NW > 1) {
+      copy_wait<0>();
+      __syncwarp();
+      allowed += min(in_tile, left);
+      stage = 0;
+#pragma unroll
+      for (int i = 0; i < EARLY; i++) { if (made < allowed) copy(i); copy_commit(); }
+    }
+    if (!Q_SHARED && left > 0) load_query();
+    if constexpr (NW == 1) {  // write the tile's partial result
+#pragma unroll
+      for (int b = 0; b < NB; b++)
+#pragma unroll
+        for (int x = 0; x < 2; x++) {
+#pragma unroll
+          for (int o = 4; o < 32; o *= 2) { l[b][x] += __shfl_xor_sync(FULL, l[b][x], o); if (SINK) p0[b][x] += __shfl_xor_sync(FULL, p0[b][x], o); }
+          const int r = 8 * b + 2 * q4 + x;
+          if (r >= rows) continue;
+          if (g == 0) *(float4*)(a.pm + (slot + r) * 4) = make_float4(l[b][x] > 0.f ? m[b][x] : -1e30f, l[b][x], p0[b][x], 0.f);
+          const float offset = 7.5f * ones[b][x];
+#pragma unroll
+          for (int u = 0; u < 2 * CV; u += 2) {
+            const int e = 8 * u + 2 * g;
+            if (DV % 32 == 0 || e < DV / 2) {
+              float* to = a.po + (slot + r) * DV + e;
+              *(float2*)to = make_float2((acc[b][u][x] * 16777216.f - offset) * undo, (acc[b][u + 1][x] * 16777216.f - offset) * undo);
+              *(float2*)(to + DV / 2) = make_float2((acc[b][u][2 + x] * 1048576.f - offset) * undo, (acc[b][u + 1][2 + x] * 1048576.f - offset) * undo);
+            }
+          }
+        }
+      if (left <= 0) break;
+      if (Q_SHARED) { __syncwarp(); load_query(); }
+      continue;
+    }
+    // ---- merge the warps (through the ring's last stages) and write the tile's partial result
+    auto part = [&](int w, int r, int e) { return (float*)(smem + Q_BYTES + w * RING + COPIES - EXCHANGE) + r * (32 * CV) + ((e / 4 ^ r) * 4 + e % 4); };
+    auto stats = [&](int w, int r) { return (float*)(smem + Q_BYTES + w * RING + COPIES + (ST - 1) * SCALES) + 3 * r; };
 #pragma unroll
     for (int b = 0; b < NB; b++) {
-      if (8 * b >= a.rows) break;
-      __syncthreads();
+      if (8 * b >= rows) break;
+      if (b) __syncthreads();
 #pragma unroll
       for (int x = 0; x < 2; x++) {
 #pragma unroll
         for (int o = 4; o < 32; o *= 2) { l[b][x] += __shfl_xor_sync(FULL, l[b][x], o); if (SINK) p0[b][x] += __shfl_xor_sync(FULL, p0[b][x], o); }
         const int r = 2 * q4 + x;
-        if (g == 0) { float* st = stats + (warp * 8 + r) * 3; st[0] = l[b][x] > 0.f ? m[b][x] : -1e30f; st[1] = l[b][x]; st[2] = p0[b][x]; }
+        if (g == 0) { float* st = stats(warp, r); st[0] = l[b][x] > 0.f ? m[b][x] : -1e30f; st[1] = l[b][x]; st[2] = p0[b][x]; }
         const float offset = 7.5f * ones[b][x];
 #pragma unroll
         for (int u = 0; u < 2 * CV; u++) {
           const int e = 16 * (u / 2) + 2 * g + (u & 1);
           if (DV % 32 == 0 || e < DV / 2) {
-            float* o = exchange + (warp * 8 + r) * PITCH + e;
-            o[0] = (acc[b][u][x] * 16777216.f - offset) * undo; o[DV / 2] = (acc[b][u][2 + x] * 1048576.f - offset) * undo;
+            *part(warp, r, e) = (acc[b][u][x] * 16777216.f - offset) * undo;
+            *part(warp, r, e + DV / 2) = (acc[b][u][2 + x] * 1048576.f - offset) * undo;
           }
         }
       }
       __syncthreads();
-      const int count = min(a.rows - 8 * b, 8);
+      const int count = min(rows - 8 * b, 8);
       for (int i = threadIdx.x; i < count * (DV / 4); i += NW * 32) {
         const int r = i / (DV / 4), c = i % (DV / 4) * 4;
         float top = -1e30f;
 #pragma unroll
-        for (int w = 0; w < NW; w++) top = fmaxf(top, stats[(w * 8 + r) * 3]);
+        for (int w = 0; w < NW; w++) top = fmaxf(top, stats(w, r)[0]);
         float4 o = make_float4(0.f, 0.f, 0.f, 0.f); float z = 0.f, first_weight = 0.f;
 #pragma unroll
         for (int w = 0; w < NW; w++) {
-          const float* st = stats + (w * 8 + r) * 3; const float f = st[1] > 0.f ? exp2_(st[0] - top) : 0.f;
-          const float4 v = *(const float4*)(exchange + (w * 8 + r) * PITCH + c);
+          const float* st = stats(w, r); const float f = st[1] > 0.f ? exp2_(st[0] - top) : 0.f;
+          const float4 v = *(const float4*)part(w, r, c);
           z += f * st[1]; first_weight += f * st[2];
           o.x += f * v.x; o.y += f * v.y; o.z += f * v.z; o.w += f * v.w;
         }
@@ -369,6 +438,10 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
         if (c == 0) { *(float4*)(a.pm + (slot + 8 * b + r) * 4) = make_float4(top, z, first_weight, 0.f); }
       }
     }
+    if (left <= 0) break;
     __syncthreads();
+#pragma unroll
+    for (int i = EARLY; i < ST - 1; i++) { if (made < allowed) copy(i); copy_commit(); }
+    if (Q_SHARED) load_query();
   }
 }

@@ -20,18 +20,19 @@ from fourfold.errors import FourfoldError
 from fourfold.kernels.cuda.compile import Kernel, load, pointer, stream_of
 from fourfold.kernels.cuda.launch import Launch
 from fourfold.kernels.cuda.pack import QUERY_GAIN, PackedParams, chunks, query_scale
-from fourfold.kernels.cuda.tiling import WARPS, Tiling, choose_tiling
+from fourfold.kernels.cuda.tiling import Tiling, choose_tiling
 from fourfold.layout import PageLayout
 
 _LOG2E = math.log2(math.e)
-_PLAN = "PPPPPPPiiiiiii"
-"""lengths, query_start, tiles, runs, cum, tile_of, meta, batch, tokens, tiles, queries a tile, runs, unit, window."""
+_PLAN = "PPPPPPPiiiiiiii"
+"""lengths, query_start, tiles, runs, cum, tile_of, meta, batch, tokens, tiles, queries a tile, runs, unit, window,
+extra."""
 _QUERY = "PqPPPPiiiff"
 """q and its stride, wq, sink, out, aux, tokens, KV heads, whether after store, scale, sink's scale."""
-_DECODE = "PqqPiPPPPPPPiiiiff"
-"""cache and its strides, table and its stride, the plan's three, q, aux, po, pm, four sizes, k_factor, cap."""
-_MERGE = "PPPPPPPPPPqiiii"
-"""po, pm, the plan's four, wo, centre, sink, out and its stride, four sizes."""
+_DECODE = "PqqPiPPPPPPPiiiiiff"
+"""cache and its strides, table and its stride, the plan's three, q, aux, po, pm, five sizes, k_factor, cap."""
+_MERGE = "PPPPPPPPPPqiiiii"
+"""po, pm, the plan's four, wo, centre, sink, out and its stride, five sizes."""
 ANY = 1 << 30
 """Query tokens of a sequence, where nothing is known of them."""
 
@@ -59,6 +60,7 @@ class Cut:
         tokens: query tokens of the step, padding included.
         queries: query tokens of a tile, at most; tiles: most tiles that the step can have.
         runs: of the keys, a KV head: thread blocks, and so the fixed split count.
+        extra: what a tile costs beside its units of keys, in units; for runs of equal cost.
     """
 
     tokens: int
@@ -66,11 +68,12 @@ class Cut:
     tiles: int
     runs: int
     tiling: Tiling
+    extra: int = 0
 
     @property
     def numbers(self) -> int:
         """int32 numbers of a ``Plan``."""
-        return 8 * self.runs + 4 * self.tiles + self.tiles + 1 + self.tokens + 1
+        return 8 * self.runs + 4 * self.tiles + self.tiles + 1 + self.tokens + 2
 
 
 @dataclass(slots=True)
@@ -123,7 +126,7 @@ class Decode:
         self.multiprocessors = properties.multi_processor_count
         self.shared_limit = properties.shared_memory_per_multiprocessor
         self.bf16 = int(dtype == torch.bfloat16)
-        self._tilings: dict[tuple[int, bool], Tiling] = {}
+        self._tilings: dict[tuple[int, bool, int], Tiling] = {}
 
     def cut(self, batch: int, tokens: int, max_query: int = ANY, usual: int | None = None) -> Cut:
         """The cut for ``batch`` sequences with ``tokens`` query tokens in all.
@@ -140,13 +143,19 @@ class Decode:
         tiles = batch if max_query <= queries else min(tokens, (tokens + batch * (queries - 1)) // queries)
         if 2 * tiles * heads <= self.multiprocessors:
             tiling = self._tiling(rows, few=True)
+        elif tiles * heads > self.multiprocessors * tiling.blocks:
+            tiling = self._tiling(rows, few=False, warps=1)
+        # A chunk's tiles are many and short.  Measured with 320 decodes and a prompt of 181 tokens: 90 µs with 0, 77
+        # with 1, 76 with 2; a batch of decodes alone is indifferent.
+        extra = 2 if tiling.warps == 1 and max_query > queries else 0
         runs = max(self.multiprocessors * tiling.blocks // heads, 1)
-        return Cut(tokens, queries, tiles, runs, tiling)
+        return Cut(tokens, queries, tiles, runs, tiling, extra)
 
-    def _tiling(self, rows: int, few: bool) -> Tiling:
-        found = self.forced_tiling or self._tilings.get((rows, few))
+    def _tiling(self, rows: int, few: bool, warps: int = 4) -> Tiling:
+        found = self.forced_tiling or self._tilings.get((rows, few, warps))
         if found is None:
-            found = self._tilings[rows, few] = choose_tiling(self.layout, rows, self.shared_limit, few)
+            found = choose_tiling(self.layout, rows, self.shared_limit, few, warps)
+            self._tilings[rows, few, warps] = found
         return found
 
     def plan(
@@ -163,12 +172,12 @@ class Decode:
         kernel = load("plan", {"ACT_BF16": self.bf16}, self.device, dependent=False)
         if numbers is None:
             numbers = torch.empty(cut.numbers, dtype=torch.int32, device=self.device)
-        sizes = [4 * cut.tiles, 8 * cut.runs, cut.tiles + 1, cut.tokens, 1]
+        sizes = [4 * cut.tiles, 8 * cut.runs, cut.tiles + 1, cut.tokens, 2]
         parts = list(numbers[: cut.numbers].split(sizes))
-        unit = WARPS * 16 * cut.tiling.tokens
+        unit = cut.tiling.warps * 16 * cut.tiling.tokens
         Launch(kernel, _PLAN, (1, 1, 1), 1024)(
             stream_of(self.device), *map(pointer, (lengths, query_start, *parts)), lengths.numel(), cut.tokens,
-            cut.tiles, cut.queries, cut.runs, unit, self.window,
+            cut.tiles, cut.queries, cut.runs, unit, self.window, cut.extra,
         )  # fmt: skip
         return Plan(cut, *parts)
 
@@ -234,7 +243,7 @@ class Decode:
         common = {"GROUP": self.group, "SINK": int(sink), "ACT_BF16": self.bf16}
         defines = {
             "D": layout.head_size, "DV": layout.head_size_v, "NB": tiling.row_tiles, "NT": tiling.tokens,
-            "ST": tiling.stages, "PS": layout.block_size, "SOFTCAP": int(self.soft_cap > 0),
+            "NW": tiling.warps, "ST": tiling.stages, "PS": layout.block_size, "SOFTCAP": int(self.soft_cap > 0),
             "WINDOW": int(self.window > 0), "MINB": tiling.blocks, **common,
         }  # fmt: skip
         # The first kernel lets the second start when everything queued before it has ended; so the second may read
@@ -252,16 +261,18 @@ class Decode:
         query, decode, merge = self.kernels(tiling, sink, after_store)
         cap = self.soft_cap * _LOG2E if self.soft_cap > 0 else 1.0
         take = next((t for t in (16, 8, 4, 2) if -(-total // t) * heads >= self.multiprocessors), 1)
+        partials = cut.runs // cut.tiles + 1  # of a tile, on average
+        sharers = next(s for s in (1, 2, 4, 8, 16) if s * take == 16 or 4 * s >= partials)
         blocks = min(-(-total // 16), max(self.multiprocessors * 4 // heads, 1))
         merges = min(-(-total // take), max(self.multiprocessors * 2 // heads, 1))
         return _Step(
             query=Launch(query, _QUERY, (blocks, heads, 1), 256 if d > 128 else 128),
-            decode=Launch(decode, _DECODE, (cut.runs, heads, 1), WARPS * 32, tiling.shared(layout)),
+            decode=Launch(decode, _DECODE, (cut.runs, heads, 1), tiling.warps * 32, tiling.shared(layout)),
             merge=Launch(merge, _MERGE, (merges, heads, 1), 256),
             query_tail=(cut.tokens, heads, int(after_store), query_scale(self.scale), self.scale * _LOG2E),
             decode_plan=tuple(map(pointer, (plan.tiles, plan.cum, plan.runs))),
-            decode_tail=(heads, rows, slots, self.window, 2.0**24 / QUERY_GAIN / cap, cap),
+            decode_tail=(heads, rows, slots, cut.tiles, self.window, 2.0**24 / QUERY_GAIN / cap, cap),
             merge_plan=tuple(map(pointer, (plan.tiles, plan.cum, plan.tile_of, plan.meta))),
-            merge_tail=(cut.tokens, rows, slots, take),
+            merge_tail=(cut.tokens, rows, slots, take, sharers),
             scratch=self._scratch_parts(cut),
         )

@@ -7,14 +7,14 @@
 //   cum[v]      units (of `unit` tokens of keys) before tile v, cum[n_tiles] all of them
 //   runs[w]     where run w starts: (tile, unit inside it, units of the run, tokens that the tile sees) and
 //               (first query token, query tokens, units from there to the end of the tile, sequence)
-//   meta[0]     units a run
+//   meta[0, 1]  what a run costs, and what a tile costs beside its units (`extra`)
 // A tile's keys start at the first visible token, rounded down to 16, if there is a window.
 #include "mma.h"
 
 struct Args {
   const int* lengths; const int* q_start;
   int4* tiles; int4* runs; int* cum; int* tile_of; int* meta;
-  int batch, tokens, n_tiles, most, n_runs, unit, window;
+  int batch, tokens, n_tiles, most, n_runs, unit, window, extra;
 };
 
 // inclusive sum over the block's threads, plus everything of earlier calls in `carry`
@@ -62,6 +62,8 @@ extern "C" __global__ void __launch_bounds__(1024) plan(const __grid_constant__ 
   }
   for (int v = carry + tid; v < a.n_tiles; v += 1024) a.tiles[v] = make_int4(0, 0, 0, 0);
   __syncthreads();
+  const int n_real = carry;
+  __syncthreads();
   if (tid == 0) carry = 0;
   __syncthreads();
   // ---- their units
@@ -77,18 +79,24 @@ extern "C" __global__ void __launch_bounds__(1024) plan(const __grid_constant__ 
     const int sum = running_sum(n, warp_sums, &carry);
     if (v < a.n_tiles) a.cum[v + 1] = sum;
   }
-  // ---- runs
-  const int per = max((carry + a.n_runs - 1) / a.n_runs, 1);
-  if (tid == 0) a.meta[0] = per;
+  // ---- runs.  Tile v costs `extra` and its units, and so starts at cum[v] + v * extra of the whole cost.
+  const int cost = carry + n_real * a.extra, per = max((cost + a.n_runs - 1) / a.n_runs, 1);
+  if (tid == 0) { a.meta[0] = per; a.meta[1] = a.extra; }
+  auto unit_at = [&](int position, int& tile) {      // units before this position of the cost, and the tile it is in
+    int lo = 0, hi = a.n_tiles;
+    while (hi - lo > 1) { const int mid = (lo + hi) / 2; if (a.cum[mid] + mid * a.extra <= position) lo = mid; else hi = mid; }
+    tile = lo;
+    return min(a.cum[lo] + max(position - a.cum[lo] - (lo + 1) * a.extra, 0), a.cum[lo + 1]);
+  };
   for (int w = tid; w < a.n_runs; w += 1024) {
-    const int u = w * per;
-    int lo = 0, hi = a.n_tiles;                      // the last tile with cum[lo] <= u
-    while (hi - lo > 1) { const int mid = (lo + hi) / 2; if (a.cum[mid] <= u) lo = mid; else hi = mid; }
-    const int units = min(per, carry - u);
+    int lo, other;
+    const int u = unit_at(w * per, lo), units = unit_at((w + 1) * per, other) - u;
     int4 first = make_int4(lo, u - a.cum[lo], units, 0), second = make_int4(0, 0, 0, 0);
     if (units > 0) {
+      while (a.cum[lo + 1] <= u) lo++;               // the position may be in a tile without units
       const int4 tile = a.tiles[lo];
-      first.w = tile.y; second = make_int4(tile.z, tile.w, a.cum[lo + 1] - u, tile.x);
+      first = make_int4(lo, u - a.cum[lo], units, tile.y);
+      second = make_int4(tile.z, tile.w, a.cum[lo + 1] - u, tile.x);
     }
     a.runs[2 * w] = first; a.runs[2 * w + 1] = second;
   }

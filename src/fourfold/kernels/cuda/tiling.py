@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from fourfold.kernels.cuda.pack import chunks
 from fourfold.layout import PageLayout
 
-WARPS = 4
-
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
@@ -17,26 +15,31 @@ class Tiling:
     Attributes:
         row_tiles: blocks of 8 query rows; tokens: 16-token tiles a warp takes at once; stages: of its copy ring.
         blocks: resident on a multiprocessor.
+        warps: of a thread block.  They share a tile's keys and merge their results, so many warps make few partial
+            results, and one warp none of the work of merging.
     """
 
     row_tiles: int
     tokens: int
     stages: int
     blocks: int
+    warps: int = 4
 
     def shared(self, layout: PageLayout) -> int:
         """Bytes of shared memory a thread block."""
         ck, cv = chunks(layout.head_size), chunks(layout.head_size_v)
-        ring = WARPS * self.stages * self.tokens * (256 * (ck + cv) + 64)
-        exchange = 4 * WARPS * 8 * (layout.head_size_v + 4 + 3)
+        # as in decode.cu: COPIES, and scales; several warps merge in the ring's last stages
+        copies = max(self.stages * self.tokens * 256 * (ck + cv), 1024 * cv if self.warps > 1 else 0)
+        scales = (self.stages - 1) * 64 * self.tokens + max(64 * self.tokens, 128 if self.warps > 1 else 0)
         operand = self.row_tiles * ck * 512 if self.row_tiles > 1 else 0
-        return operand + max(ring, exchange)
+        return operand + self.warps * (copies + scales)
 
 
-def choose_tiling(layout: PageLayout, rows: int, shared_limit: int, few: bool = False) -> Tiling:
+def choose_tiling(layout: PageLayout, rows: int, shared_limit: int, few: bool = False, warps: int = 4) -> Tiling:
     """Tiling for ``rows`` query rows a KV head on a multiprocessor with ``shared_limit`` bytes of shared memory.
 
-    ``few``: so few sequences that the merge counts, and fewer, larger runs win.
+    ``few``: so few sequences that the merge counts, and fewer, larger runs win.  ``warps`` of a block: 1 where
+    there are more tiles than runs of 4 warps.
     """
     wide = max(layout.head_size, layout.head_size_v)
     row_tiles = -(-rows // 8)
@@ -46,7 +49,7 @@ def choose_tiling(layout: PageLayout, rows: int, shared_limit: int, few: bool = 
     if few:
         blocks = min(blocks, 3)
     tokens = 2 if row_tiles <= 2 and wide <= 128 else 1
-    tiling = Tiling(row_tiles, tokens, 2, blocks)
+    tiling = Tiling(row_tiles, tokens, 2, blocks * 4 // warps, warps)
     while tiling.blocks > 1 and tiling.blocks * (tiling.shared(layout) + 1024) > shared_limit:
         tiling = replace(tiling, blocks=tiling.blocks - 1)
     for stages in range(3, 5):
