@@ -79,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan(const __grid_constant__ 
     const int sum = running_sum(n, warp_sums, &carry);
     if (v < a.n_tiles) a.cum[v + 1] = sum;
   }
+  __syncthreads();  // `cum` is read by all threads from here on
   // ---- runs.  Tile v costs `extra` and its units, and so starts at cum[v] + v * extra of the whole cost.
   const int cost = carry + n_real * a.extra, per = max((cost + a.n_runs - 1) / a.n_runs, 1);
   if (tid == 0) { a.meta[0] = per; a.meta[1] = a.extra; }
@@ -93,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan(const __grid_constant__ 
     const int u = unit_at(w * per, lo), units = unit_at((w + 1) * per, other) - u;
     int4 first = make_int4(lo, u - a.cum[lo], units, 0), second = make_int4(0, 0, 0, 0);
     if (units > 0) {
-      while (a.cum[lo + 1] <= u) lo++;               // the position may be in a tile without units
+      while (lo + 1 < a.n_tiles && a.cum[lo + 1] <= u) lo++;  // the position may be in a tile without units
       const int4 tile = a.tiles[lo];
       first = make_int4(lo, u - a.cum[lo], units, tile.y);
       second = make_int4(tile.z, tile.w, a.cum[lo + 1] - u, tile.x);
