@@ -137,23 +137,27 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
   u32 qb[Q_SHARED ? 1 : NB][Q_SHARED ? 1 : CK][4];
   float q_off[NB][4], sink[NB][2];
   auto load_query = [&]() {
+    // Rows past the last read that one and become zero.  As a branch around the load this was miscompiled (NVRTC 13.0,
+    // blocks of one warp): lanes that skipped it overwrote a uniform register that the others had yet to read.
+    const int last = ql * GROUP - 1;
 #pragma unroll
     for (int n = 0; n < NB; n++) {
-      const int r = 8 * n + g;
-      const bool ok = r < ql * GROUP;
+      const int r = min(8 * n + g, last);
+      const bool ok = 8 * n + g <= last;
       const u16* src = a.q + ((i64)(q0 + r / GROUP) * a.kv_heads * GROUP + hk * GROUP + r % GROUP) * (32 * CK) + 8 * q4;
 #pragma unroll
       for (int c = 0; c < CK; c++) {
-        uint4 v = ok ? *(const uint4*)(src + 32 * c) : make_uint4(0, 0, 0, 0);
+        uint4 v = *(const uint4*)(src + 32 * c);
+        v.x = ok ? v.x : 0; v.y = ok ? v.y : 0; v.z = ok ? v.z : 0; v.w = ok ? v.w : 0;
         if constexpr (Q_SHARED) { if (warp == 0) *(uint4*)(smem + ((n * CK + c) * 32 + lane) * 16) = v; }
         else { qb[n][c][0] = v.x; qb[n][c][1] = v.y; qb[n][c][2] = v.z; qb[n][c][3] = v.w; }
       }
 #pragma unroll
       for (int x = 0; x < 2; x++) {
-        const int r2 = 8 * n + 2 * q4 + x;
-        float2 v = make_float2(0.f, 0.f);
-        if (r2 < ql * GROUP) v = a.aux[(i64)(q0 + r2 / GROUP) * a.kv_heads * GROUP + hk * GROUP + r2 % GROUP];
-        q_off[n][x] = q_off[n][2 + x] = v.x; sink[n][x] = v.y;
+        const int r2 = min(8 * n + 2 * q4 + x, last);
+        const float2 v = a.aux[(i64)(q0 + r2 / GROUP) * a.kv_heads * GROUP + hk * GROUP + r2 % GROUP];
+        const bool ok2 = 8 * n + 2 * q4 + x <= last;
+        q_off[n][x] = q_off[n][2 + x] = ok2 ? v.x : 0.f; sink[n][x] = ok2 ? v.y : 0.f;
       }
     }
   };
@@ -187,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
     const int n_units = min(in_tile, left);
     const int first = WINDOW ? max(0, len - ql - a.window + 1) & ~15 : 0;
     const int begin = first + unit * UNIT, end = min(begin + n_units * UNIT, len);  // the run's keys of the tile
-    if (Q_SHARED) __syncthreads();
+    if (Q_SHARED) { if constexpr (NW == 1) __syncwarp(); else __syncthreads(); }
     const int all_visible = len - ql + 1;                  // tokens before this need no causal mask
     const int all_inside = WINDOW ? len - a.window : 0;    // tokens from here on need no window mask
     float v_norm = 0.f;                                    // power of two that keeps this warp's value scales at or below 2
