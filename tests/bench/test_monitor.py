@@ -68,7 +68,16 @@ def test_a_server_that_ends_shows_its_error(tmp_path: Path) -> None:
         pass
 
 
-def test_a_server_that_never_answers_is_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interrupts", [signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "background"])
+def test_a_server_that_never_answers_is_stopped(tmp_path: Path, interrupts: signal._HANDLER) -> None:
+    before = signal.signal(signal.SIGINT, interrupts)
+    try:
+        stopped_in_time(tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def stopped_in_time(tmp_path: Path) -> None:
     code = "import time; print('waiting', flush=True); time.sleep(600)"
     start = time.monotonic()
     with (

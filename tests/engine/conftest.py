@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from fourfold.bench.models import default_model
 from fourfold.config import Settings
 
 CHILD = Path(__file__).with_name("child.py")
-Engines = Callable[..., list[dict[str, Any]]]
 
 
 def llama_config(head_size: int, kv_heads: int, group: int = 2, layers: int = 1, **more: Any) -> dict[str, Any]:
@@ -46,21 +46,55 @@ def dummy_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str,
     return make
 
 
-@pytest.fixture
-def engines(tmp_path: Path) -> Engines:
-    """Run jobs (see child.py) in one process, with 4-bit pages unless ``fourfold=False``."""
+class Engines:
+    """Runs jobs (see child.py) in a process of their own, with 4-bit pages unless ``fourfold=False``.
 
-    def start(jobs: list[dict[str, Any]], *, fourfold: bool = True, env: dict[str, str] | None = None) -> Any:
-        path = tmp_path / "jobs.json"
+    ``log`` is that of the last call, or of all calls of ``together``, in their order.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count, self.log = folder, itertools.count(), ""
+
+    def __call__(self, jobs: list[dict[str, Any]], **how: Any) -> list[dict[str, Any]]:
+        (future,) = self.together((jobs, how))
+        return future.result()
+
+    def together(self, *calls: tuple[list[dict[str, Any]], dict[str, Any]]) -> list[Future[list[dict[str, Any]]]]:
+        """Several calls' processes, two at a time with one thread each.  All have ended.
+
+        Two processes of two threads on two cores wait for each other's spinning threads, and take five times as long.
+        """
+        logs = [""] * len(calls)
+        if len(calls) > 1:
+            calls = tuple((jobs, {**how, "env": {"OMP_NUM_THREADS": "1", **how.get("env", {})}}) for jobs, how in calls)
+        with ThreadPoolExecutor(2) as pool:
+            futures = [pool.submit(self._start, logs, i, jobs, **how) for i, (jobs, how) in enumerate(calls)]
+        self.log = "".join(logs)
+        return futures
+
+    def _start(
+        self,
+        logs: list[str],
+        i: int,
+        jobs: list[dict[str, Any]],
+        fourfold: bool = True,
+        env: dict[str, str] | None = None,
+    ) -> list[dict[str, Any]]:
+        path = self._folder / f"jobs{next(self._count)}.json"
         path.write_text(json.dumps(jobs))
         values = {**os.environ, "FOURFOLD": "1" if fourfold else "0", "VLLM_LOGGING_LEVEL": "INFO", **(env or {})}
         done = subprocess.run([sys.executable, str(CHILD), str(path)], env=values, capture_output=True, text=True)
-        start.log = done.stdout + done.stderr  # type: ignore[attr-defined]
+        logs[i] = done.stdout + done.stderr
         if done.returncode:
-            raise EngineFailed(start.log)  # type: ignore[attr-defined]
-        return json.loads(path.with_suffix(".out").read_text())
+            raise EngineFailed(logs[i])
+        results: list[dict[str, Any]] = json.loads(path.with_suffix(".out").read_text())
+        return results
 
-    return start
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Engines:
+    """Starts engines."""
+    return Engines(tmp_path)
 
 
 class EngineFailed(Exception):

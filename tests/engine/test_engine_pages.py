@@ -36,8 +36,9 @@ def test_allotted_pages_are_the_layouts(engines: Engines, dummy_model: Callable[
         }
         for d, heads, block in SHAPES
     ]  # fmt: skip
-    results = engines(jobs, env={"FOURFOLD_CALIBRATION": "none"})
-    logged = [int(n.replace(",", "")) for n in re.findall(r"KV cache size: ([\d,]+) tokens", engines.log)]  # type: ignore[attr-defined]
+    half, how = len(jobs) // 2, {"env": {"FOURFOLD_CALIBRATION": "none"}}
+    results = [row for done in engines.together((jobs[:half], how), (jobs[half:], how)) for row in done.result()]
+    logged = [int(n.replace(",", "")) for n in re.findall(r"KV cache size: ([\d,]+) tokens", engines.log)]
     assert len(results) == len(logged) == len(SHAPES)
     for (d, heads, block), result, tokens in zip(SHAPES, results, logged, strict=True):
         layout = PageLayout(block, heads, d, d)
@@ -54,8 +55,8 @@ def test_allotted_pages_are_the_layouts(engines: Engines, dummy_model: Callable[
 
 def test_smollm2_holds_3_7_times_the_tokens(engines: Engines, smollm2: str) -> None:
     job = {"engine": {"model": smollm2, "dtype": "bfloat16", "max_model_len": 1024, "kv_cache_memory_bytes": 192 << 20}}
-    four = engines([job], env={"FOURFOLD_CALIBRATION": "none"})[0]
-    dense = engines([job], fourfold=False)[0]
+    done = engines.together(([job], {"env": {"FOURFOLD_CALIBRATION": "none"}}), ([job], {"fourfold": False}))
+    four, dense = (future.result()[0] for future in done)
     ratio = four["blocks"] * four["block_size"] / (dense["blocks"] * dense["block_size"])
     assert ratio >= 3.7
     assert ratio == pytest.approx(PageLayout(128, 3, 64, 64).ratio(), rel=0.03)
@@ -80,4 +81,4 @@ def test_without_the_switch_vllm_is_as_before(engines: Engines, dummy_model: Cal
     (result,) = engines([job], fourfold=False)
     (layer,) = result["layers"]
     assert layer["dtype"] == "torch.float32"
-    assert "Fourfold" not in engines.log  # type: ignore[attr-defined]
+    assert "Fourfold" not in engines.log

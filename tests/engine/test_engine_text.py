@@ -125,8 +125,13 @@ def test_text_survives_chunks_prefixes_preemption_and_speculation(
     # a process each for those that draft: a further one in a process cannot register vLLM's sampling kernels again
     jobs = {name: {"engine": e, "calls": [call, call]} for name, e in names.items()}
     plain = [name for name in jobs if name not in ("ngram", "draft")]
-    results = dict(zip(plain, engines([jobs[name] for name in plain]), strict=True))
-    results |= {name: engines([jobs[name]])[0] for name in ("ngram", "draft")}
+    groups = (plain, ["ngram"], ["draft"])
+    done = engines.together(*(([jobs[name] for name in group], {}) for group in groups))
+    results = {
+        name: r
+        for group, future in zip(groups, done, strict=True)
+        for name, r in zip(group, future.result(), strict=True)
+    }
     counters = {name: result["counters"] for name, result in results.items()}
     assert counters["preempted"]["num_preemptions"] > 0
     assert counters["prefix"]["prefix_cache_hits"] > 0

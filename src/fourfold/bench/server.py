@@ -102,8 +102,13 @@ def _wait_until_healthy(
 
 
 def stop(process: subprocess.Popen[bytes], grace: float = 15.0) -> None:
-    """End a process group: interrupt, then terminate, then kill what is left."""
-    for sign, patience in ((signal.SIGINT, grace), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+    """End a process group: interrupt, then terminate, then kill what is left.
+
+    Where this process ignores interrupts, as one that a shell started in the background does, its children do too.
+    """
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signs = [(signal.SIGTERM, grace)] if ignored else [(signal.SIGINT, grace), (signal.SIGTERM, 5.0)]
+    for sign, patience in (*signs, (signal.SIGKILL, 5.0)):
         try:
             os.killpg(process.pid, sign)
         except ProcessLookupError:

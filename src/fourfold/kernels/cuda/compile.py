@@ -16,7 +16,7 @@ from fourfold.config import Settings
 from fourfold.errors import FourfoldError
 from fourfold.files import write_atomically
 
-HEADERS = ("mma.h", "project.h")
+HEADERS = ("mma.h", "project.h", "ring.h")
 MIN_CAPABILITY = (8, 0)
 
 

@@ -6,7 +6,8 @@
 // Work: the flattened list of (query tile, unit) of one KV head is cut into equal runs, one a thread block (plan.cu), so
 // a batch of ragged lengths, decodes and prompt chunks alike, is balanced and the grid is fixed.  A unit is NW * 16 * NT
 // tokens; warp w takes the w-th part of each.  Block `run` writes one partial result per tile it touches, in slot
-// run + tile.
+// run + tile.  Blocks of one warp stream through their tiles without a stop; several warps drain their rings at the end
+// of a tile, where they merge, and write a quarter of the partial results.
 //
 // Products: tokens are the M side of both products, query rows the N side.
 //   S^T[16 tokens, 8 rows] = K[16, D] q[D, 8]: a row of K codes comes out of ldmatrix as words of 8 codes; code & 15 is
@@ -17,50 +18,13 @@
 // Pages and plan are read before the wait for the preceding kernel, so that must be query.cu, launched to wait for all
 // earlier work (decode.py).
 // The running maximum is only raised when a score exceeds it by 2^8 (a vote), so the usual tile has no reduction.
-#include "mma.h"
+#include "ring.h"
 
-constexpr int CK = (D + 31) / 32, CV = (DV + 31) / 32;  // 16-byte chunks of a row in shared memory
-constexpr int RK = 16 * CK, RV = 16 * CV;
-constexpr int TILE = 16 * NT, UNIT = NW * TILE;
-constexpr int KB = 16 * RK, VB = 16 * RV;              // bytes of 16 tokens
-constexpr int STAGE = NT * (KB + VB), SCALES = NT * 64;
-constexpr int EXCHANGE = NW > 1 ? 1024 * CV : 0, STATS = NW > 1 ? 128 : 0;  // bytes a warp to merge warps, in the ring's last stages
-constexpr int COPIES = ST * STAGE > EXCHANGE ? ST * STAGE : EXCHANGE;
-constexpr int RING = COPIES + (ST - 1) * SCALES + (SCALES > STATS ? SCALES : STATS);  // bytes a warp
-constexpr int EARLY = (COPIES - EXCHANGE) / STAGE < ST - 1 ? (COPIES - EXCHANGE) / STAGE : ST - 1;  // stages free meanwhile
 constexpr int ROWS = 8 * NB;
 constexpr bool Q_SHARED = NB > 1;                      // query operand in shared memory instead of registers
 constexpr int Q_BYTES = Q_SHARED ? NB * CK * 512 : 0;
 constexpr float HEAD = 6.f, LIMIT = 14.f;              // log2 of the largest weight after a raise, and before the next
 constexpr u32 LOW = 0x000F000Fu, HIGH = 0x00F000F0u;
-
-// swizzle of 16-byte chunks inside 128-byte lines that makes every ldmatrix here free of bank conflicts
-template <int R> DEV u32 swizzle(u32 o) {
-  constexpr int shift = R == 128 ? 8 : 7;
-  constexpr u32 mask = R == 48 ? 1 : (R == 32 || R == 96) ? 3 : 7;
-  return o ^ (((o >> shift) & mask) << 4);
-}
-// offset of the row that this lane names to ldmatrix number i (chunks 2i, 2i+1 of even and odd tokens)
-template <int R, int C> DEV u32 matrix_row(int i, int lane) {
-  const int m = lane >> 3, chunk = min(2 * i + (m >> 1), C - 1), token = 2 * (lane & 7) + (m & 1);
-  return swizzle<R>(token * R + 16 * chunk);
-}
-// copy 16 rows of N bytes, contiguous at src, to rows of R bytes
-template <int N, int R> DEV void copy_rows(u32 dst, const u8* src, int lane) {
-  if constexpr (N == R) {
-#pragma unroll
-    for (int i = 0; i < (R + 31) / 32; i++) {
-      const int c = lane + 32 * i;
-      if (R % 32 == 0 || c < R) copy16(dst + swizzle<R>(16 * c), src + 16 * c);
-    }
-  } else {  // 40-byte rows: only 8-byte aligned
-#pragma unroll
-    for (int i = 0; i < (2 * N + 31) / 32; i++) {
-      const int c = lane + 32 * i, t = c / (N / 8), o = c % (N / 8) * 8;
-      if (c < 2 * N) copy8(dst + swizzle<R>(t * R + o), src + 8 * c);
-    }
-  }
-}
 
 struct Args {
   const u8* cache; i64 page_stride, head_stride;        // bytes
@@ -68,7 +32,7 @@ struct Args {
   const int4* tiles; const int* cum; const int4* runs;  // plan: query tiles, units before each, where each run starts (plan.cu)
   const u16* q; const float2* aux;                      // query operand [tokens, H, 32 CK]; (-7.5 * 2^-24 sum q, sink score)
   float* po; float* pm;                                 // partials [HK, slots, rows, DV] and [.., R, 4] (maximum, sum, weight of token 0, -)
-  int kv_heads, rows, slots, n_tiles, window;                    // rows: of a tile, query tokens * GROUP, at most 8 NB
+  int kv_heads, rows, slots, n_tiles, window;           // rows: of a tile, query tokens * GROUP, at most 8 NB
   float k_factor, cap;                                  // k_factor undoes the scaling of codes and q (and divides by cap)
 };
 
@@ -195,22 +159,9 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
     const int all_visible = len - ql + 1;                  // tokens before this need no causal mask
     const int all_inside = WINDOW ? len - a.window : 0;    // tokens from here on need no window mask
     float v_norm = 0.f;                                    // power of two that keeps this warp's value scales at or below 2
-    float m[NB][2], limit[NB][2], l[NB][2], p0[NB][2];
+    float m[NB][2] = {}, limit[NB][2], l[NB][2] = {}, p0[NB][2] = {}, acc[NB][2 * CV][4] = {}, ones[NB][4] = {};
 #pragma unroll
-    for (int n = 0; n < NB; n++)
-#pragma unroll
-      for (int x = 0; x < 2; x++) { m[n][x] = 0.f; limit[n][x] = -1e30f; l[n][x] = 0.f; p0[n][x] = 0.f; }
-
-    float acc[NB][2 * CV][4], ones[NB][4];
-#pragma unroll
-    for (int n = 0; n < NB; n++) {
-#pragma unroll
-      for (int x = 0; x < 4; x++) {
-        ones[n][x] = 0.f;
-#pragma unroll
-        for (int u = 0; u < 2 * CV; u++) acc[n][u][x] = 0.f;
-      }
-    }
+    for (int n = 0; n < NB; n++) limit[n][0] = limit[n][1] = -1e30f;
     for (int t0 = begin + warp * TILE; t0 < end; t0 += UNIT) {
       copy_wait<ST - 2>();
       __syncwarp();
@@ -258,10 +209,7 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MINB) decode(const __grid_
       }
       float vs[NT][2];
 #pragma unroll
-      for (int n = 0; n < NT; n++) {
-        const u32 v = lds32(tile_scales + n * 64 + 32 + 4 * g);
-        vs[n][0] = half_lo(v); vs[n][1] = half_hi(v);
-      }
+      for (int n = 0; n < NT; n++) { const u32 v = lds32(tile_scales + n * 64 + 32 + 4 * g); vs[n][0] = half_lo(v); vs[n][1] = half_hi(v); }
       if (!whole) {
 #pragma unroll
         for (int n = 0; n < NT; n++)
