@@ -147,6 +147,14 @@ def test_a_note_says_what_float32_changed() -> None:
     assert "b.txt" in value["quality"]["text"]
 
 
+@pytest.mark.parametrize(("waiting", "light"), [([0, 0, 0], True), ([0, 1, 0], False)])
+def test_a_load_that_never_queued_is_said_to_be_too_light(waiting: list[int], light: bool) -> None:
+    results = {"bf16": run(2176, 0.1, 60.0, 0), "fourfold": run(8192, 0.1, 57.0, 0)}
+    results["bf16"]["series"]["waiting"] = waiting
+    value = showcase.assemble(results, QUALITY, 48 << 20, "auto", "/data/models/SmolLM2", 1.5, None)
+    assert any("too light" in note for note in value["notes"]) is light
+
+
 def test_slow_machines_still_fill_the_cache_and_fast_ones_end() -> None:
     plan = showcase.Plan()
     assert plan.requests(0.01) == plan.min_requests

@@ -57,6 +57,9 @@ class Plan:
 QUICK = Plan(seconds=15.0, windows=1, window_tokens=256, min_requests=16, max_requests=60)
 
 
+QUEUED = 0.1
+"""Share of the time that requests must wait for the 16-bit cache for a load to have been one."""
+
 RANKED = "+ranked"
 """Ends the name of a result that was served by the ranked scheduler."""
 
@@ -190,6 +193,13 @@ def assemble(
             f"This processor has no bfloat16 arithmetic, so both servers compute in float32, and vLLM then keeps "
             f"unquantised keys and values in 32 bits. The bf16 server was given {2 * budget / 2**20:,.0f} MiB, twice "
             f"the budget, and so holds exactly the tokens that 16 bits would in {budget / 2**20:,.0f} MiB."
+        )
+    waiting = first["series"]["waiting"]
+    if sum(count > 0 for count in waiting) < QUEUED * len(waiting):
+        notes.append(
+            "Nothing queued, at 16 bits either: this load was too light to compare anything. The machine was probably "
+            "busy while it was probed, and the request rate came out too low. Run it again when it is quiet, or choose "
+            "a higher --request-rate."
         )
     if any(name.endswith(RANKED) for name in results):
         notes.append(
