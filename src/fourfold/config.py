@@ -33,6 +33,7 @@ ENVIRONMENT: dict[str, tuple[str, str]] = {
     "max_overtake_s": ("FOURFOLD_MAX_OVERTAKE_S", "by how many seconds a later request may overtake (default 30)"),
     "max_preemptions": ("FOURFOLD_MAX_PREEMPTIONS", "how often one request can be preempted (default 2)"),
     "trust_max_tokens": ("FOURFOLD_TRUST_MAX_TOKENS", "0: max_tokens says nothing about the length (load tests)"),
+    "answer_limit": ("FOURFOLD_ANSWER_LIMIT", "no answer is longer than so many tokens (default 0: not known)"),
     "record_lengths": ("FOURFOLD_RECORD_LENGTHS", "file to which the ranked scheduler appends lengths and hashes"),
     "record_prompts": ("FOURFOLD_RECORD_PROMPTS", "1: record the prompts' text as well"),
 }
@@ -61,7 +62,7 @@ class Settings:
             vLLM's own scheduler), or ``oracle``, which takes max_tokens of ignore_eos requests for their length.
         ranker_optional: first-come with a warning where the ranker cannot be used, instead of no start.
         ranker_device: torch device of a transformer ranker.
-        max_overtake_s, max_preemptions, trust_max_tokens: see ``rank.policy.PolicyConfig``.
+        max_overtake_s, max_preemptions, trust_max_tokens, answer_limit: see ``rank.policy.PolicyConfig``.
         record_lengths: a file that gets a line for each finished request; empty for none.
         record_prompts: whether those lines hold the prompts' text and not only hashes of it.
     """
@@ -77,6 +78,7 @@ class Settings:
     max_overtake_s: float = 30.0
     max_preemptions: int = 2
     trust_max_tokens: bool = True
+    answer_limit: int = 0
     record_lengths: str = ""
     record_prompts: bool = False
 
@@ -107,6 +109,7 @@ class Settings:
             max_overtake_s=_number(env, "FOURFOLD_MAX_OVERTAKE_S", 30.0, float),
             max_preemptions=_number(env, "FOURFOLD_MAX_PREEMPTIONS", 2, int),
             trust_max_tokens=_switch(env, "FOURFOLD_TRUST_MAX_TOKENS", True),
+            answer_limit=_number(env, "FOURFOLD_ANSWER_LIMIT", 0, int),
             record_lengths=env.get("FOURFOLD_RECORD_LENGTHS", ""),
             record_prompts=_switch(env, "FOURFOLD_RECORD_PROMPTS", False),
         )

@@ -17,14 +17,16 @@ pytestmark = pytest.mark.engine
 
 MEMORY = 4 << 20
 BLOCKS = (16, 32, 48, 64, 80, 96, 112, 128)
+ALL = list(itertools.product(HEAD_SIZES, (1, 2, 3, 5, 8), BLOCKS))
 # every head size with every head count; block sizes go round, so that each meets several of both
-SHAPES = [
-    (d, heads, BLOCKS[i % len(BLOCKS)]) for i, (d, heads) in enumerate(itertools.product(HEAD_SIZES, (1, 2, 3, 5, 8)))
-]
+SOME = [ALL[i * len(BLOCKS) + i % len(BLOCKS)] for i in range(len(ALL) // len(BLOCKS))]
 
 
-@pytest.mark.timeout(900)
-def test_allotted_pages_are_the_layouts(engines: Engines, dummy_model: Callable[[dict[str, Any]], str]) -> None:
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("shapes", [pytest.param(SOME, id="some"), pytest.param(ALL, id="all", marks=pytest.mark.slow)])
+def test_allotted_pages_are_the_layouts(
+    engines: Engines, dummy_model: Callable[[dict[str, Any]], str], shapes: list[tuple[int, int, int]]
+) -> None:
     jobs = [
         {
             "engine": {
@@ -34,13 +36,13 @@ def test_allotted_pages_are_the_layouts(engines: Engines, dummy_model: Callable[
             },
             "calls": [{"prompts": [[5, 6, 7]], "max_tokens": 2}],
         }
-        for d, heads, block in SHAPES
+        for d, heads, block in shapes
     ]  # fmt: skip
     half, how = len(jobs) // 2, {"env": {"FOURFOLD_CALIBRATION": "none"}}
     results = [row for done in engines.together((jobs[:half], how), (jobs[half:], how)) for row in done.result()]
     logged = [int(n.replace(",", "")) for n in re.findall(r"KV cache size: ([\d,]+) tokens", engines.log)]
-    assert len(results) == len(logged) == len(SHAPES)
-    for (d, heads, block), result, tokens in zip(SHAPES, results, logged, strict=True):
+    assert len(results) == len(logged) == len(shapes)
+    for (d, heads, block), result, tokens in zip(shapes, results, logged, strict=True):
         layout = PageLayout(block, heads, d, d)
         assert result["block_size"] == block
         (layer,) = result["layers"]

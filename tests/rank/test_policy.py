@@ -107,6 +107,18 @@ def test_admission_reserves_the_predicted_answer():
     assert policy.stats.deferred_starts == 1
 
 
+def test_no_answer_is_taken_to_be_longer_than_the_limit():
+    """Where max_tokens may not be read (load tests), and where it may: the lower of the two counts."""
+    pool = Pool(total_blocks=40, block_size=16)
+    for limit, trust, asked, fits in ((0, False, 90, False), (100, False, 800, True), (300, True, 90, True)):
+        policy = Policy(NumberRanker(), PolicyConfig(headroom=0.0, answer_limit=limit, trust_max_tokens=trust))
+        first, second = (_add(policy, n, "390", 0.0, max_tokens=asked) for n in ("first", "second"))
+        # 2 x (50 + 390) tokens are 55 blocks; with answers of 100 tokens 19
+        assert policy.may_start(second, [first], pool) is fits
+        first.generated = 350  # the limit was wrong: at least one more token is to come
+        assert policy.work(first) > 0
+
+
 def test_a_protected_job_starts_only_where_its_worst_case_fits():
     policy = Policy(NumberRanker(), PolicyConfig(max_preemptions=1))
     pool = Pool(total_blocks=100, block_size=16)
@@ -226,7 +238,8 @@ def test_stats_count_queue_time_by_class_and_aged_starts():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"max_overtake_s": -1}, {"max_preemptions": -1}, {"reserve_level": 1.0}, {"headroom": 0.9}]
+    "bad",
+    [{"max_overtake_s": -1}, {"max_preemptions": -1}, {"reserve_level": 1.0}, {"headroom": 0.9}, {"answer_limit": -1}],
 )
 def test_bad_settings_are_refused(bad):
     with pytest.raises(FourfoldError, match="scheduler"):

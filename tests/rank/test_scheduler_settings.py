@@ -21,6 +21,7 @@ BAD = [
     {"FOURFOLD_MAX_OVERTAKE_S": "inf"},
     {"FOURFOLD_MAX_PREEMPTIONS": "1.5"},
     {"FOURFOLD_TRUST_MAX_TOKENS": "perhaps"},
+    {"FOURFOLD_ANSWER_LIMIT": "-5"},
     {"FOURFOLD_RANKER_OPTIONAL": "2"},
 ]
 
@@ -37,7 +38,7 @@ def test_settings_survive_the_environment() -> None:
     assert settings.ranker == "default"
     changed = replace(
         settings, ranker="x.safetensors", ranker_optional=True, max_overtake_s=2.5, max_preemptions=0,
-        trust_max_tokens=False, record_lengths="t.jsonl", record_prompts=True, ranker_device="cuda:0",
+        trust_max_tokens=False, answer_limit=128, record_lengths="t.jsonl", record_prompts=True, ranker_device="cuda:0",
     )  # fmt: skip
     assert Settings.from_env(changed.to_env()) == changed
 

@@ -65,8 +65,9 @@ def demo(
     if model is None:
         with working("building the default model …"):
             model = str(default_model(settings.cache_dir))
-    # lengths are exact here (ignore_eos), so max_tokens would tell the scheduler what it has to predict
-    settings = replace(settings, trust_max_tokens=False)
+    # Lengths are exact here (ignore_eos), so max_tokens would tell the scheduler what it has to predict.  What a client
+    # would ask for, and the scheduler may know, is the same limit for all.
+    settings = replace(settings, trust_max_tokens=False, answer_limit=plan.output_tokens)
     metrics = compare(
         Task(
             model=model,

@@ -36,6 +36,7 @@ first-come order, and admission goes on with the lengths seen.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -63,6 +64,7 @@ class PolicyConfig:
         headroom: share of the pool that admission leaves free for lengths it did not foresee.
         trust_max_tokens: cap predictions by the request's max_tokens.  Off for load tests that set max_tokens
             to the length they want, which would otherwise tell the scheduler what it has to guess.
+        answer_limit: no answer is longer than so many tokens, whatever it asks for; 0 if nothing is known.
         learn: correct lengths on line, and fall back to first-come when tau is noise.
     """
 
@@ -71,6 +73,7 @@ class PolicyConfig:
     reserve_level: float = 0.3
     headroom: float = 0.04
     trust_max_tokens: bool = True
+    answer_limit: int = 0
     learn: bool = True
 
     def __post_init__(self) -> None:
@@ -79,6 +82,7 @@ class PolicyConfig:
             (self.max_preemptions >= 0, "max_preemptions must not be negative"),
             (0 < self.reserve_level < 1, "reserve_level must lie between 0 and 1"),
             (0 <= self.headroom < 0.5, "headroom must lie between 0 and 0.5"),
+            (self.answer_limit >= 0, "answer_limit must not be negative"),
         )
         for good, what in checks:
             if not good:
@@ -201,7 +205,13 @@ class Policy:
         if job.generated:
             known = self.model.totals(np.array([job.bucket]), np.array([job.generated]))
             expected = max(expected, float(known[0]))
-        return min(expected, job.max_tokens) if self.config.trust_max_tokens else expected
+        return min(expected, self._most(job))
+
+    def _most(self, job: Job) -> float:
+        """Tokens that an answer can have at most, as far as the policy may know it."""
+        limit = self.config.answer_limit or math.inf
+        asked = job.max_tokens if self.config.trust_max_tokens else math.inf
+        return max(min(limit, asked), job.generated + 1)
 
     def _slack(self, job: Job) -> float:
         if job.known_tokens is None and (not self.ranking or np.isnan(job.score)):
@@ -266,8 +276,7 @@ class Policy:
 
     def _totals(self, jobs: list[Job], generated: np.ndarray) -> np.ndarray:
         totals = self.model.totals(np.array([j.bucket for j in jobs], dtype=np.int64), generated)
-        if self.config.trust_max_tokens:
-            totals = np.minimum(totals, [j.max_tokens for j in jobs])
+        totals = np.minimum(totals, [self._most(j) for j in jobs])
         known = [-1 if j.known_tokens is None else j.known_tokens for j in jobs]
         return np.where(np.array(known) >= 0, known, totals)
 
@@ -297,8 +306,7 @@ class Policy:
         expected = self.model.means[[job.bucket for job in jobs]]
         longer = self.model.totals(np.array([job.bucket for job in jobs], dtype=np.int64), generated)
         expected = np.where(generated > 0, np.maximum(expected, longer), expected)
-        if self.config.trust_max_tokens:
-            expected = np.minimum(expected, [job.max_tokens for job in jobs])
+        expected = np.minimum(expected, [self._most(job) for job in jobs])
         known = np.array([-1 if job.known_tokens is None else job.known_tokens for job in jobs])
         expected = np.where(known >= 0, np.maximum(known, generated + 1), expected)
         left = np.maximum(expected - generated, 0.0)

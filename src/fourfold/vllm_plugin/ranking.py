@@ -70,6 +70,7 @@ class Ranking:
             max_overtake_s=settings.max_overtake_s,
             max_preemptions=settings.max_preemptions,
             trust_max_tokens=settings.trust_max_tokens,
+            answer_limit=settings.answer_limit,
         )
         return cls(Policy(ranker, config), text, oracle=oracle)
 
