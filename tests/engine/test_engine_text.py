@@ -127,11 +127,7 @@ def test_text_survives_chunks_prefixes_preemption_and_speculation(
     plain = [name for name in jobs if name not in ("ngram", "draft")]
     groups = (plain, ["ngram"], ["draft"])
     done = engines.together(*(([jobs[name] for name in group], {}) for group in groups))
-    results = {
-        name: r
-        for group, future in zip(groups, done, strict=True)
-        for name, r in zip(group, future.result(), strict=True)
-    }
+    results = dict(zip(jobs, (row for future in done for row in future.result()), strict=True))
     counters = {name: result["counters"] for name, result in results.items()}
     assert counters["preempted"]["num_preemptions"] > 0
     assert counters["prefix"]["prefix_cache_hits"] > 0

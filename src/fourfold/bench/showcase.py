@@ -18,8 +18,10 @@ from fourfold.modes import KvMode
 
 MAX_LEN = 512
 """Context of the demo's servers, tokens."""
-PROMPT_TOKENS = 160
-"""Longest prompt that the demo takes from ShareGPT."""
+PROMPT_TOKENS, OUTPUT_TOKENS = 160, 128
+"""Longest prompt and answer that the demo takes from ShareGPT.  With its 20 MiB a 16-bit cache of the default model
+holds about five such requests at their full length; shorter answers in a smaller cache wait the same, but not so long.
+"""
 DEGENERATE_SLACK, CHANCE = 0.1, 1e-3
 """Answers of a small model loop now and then, at 16 bits too.  A run is invalid if more of them do by this share of the
 requests, and chance alone would give so many less often than this."""
@@ -34,9 +36,6 @@ class Plan:
 
     Attributes:
         seconds: the time over which requests arrive.
-        output_tokens: longest answer taken from ShareGPT; longer ones are cut.  With its 20 MiB a 16-bit cache of the
-            default model holds about five requests of 128 tokens at their full length; longer answers in a larger
-            cache wait the same, but take longer to.
         overload: offered output tokens a second, as a multiple of what 8 requests at once get from this machine.
         windows, window_tokens: of the quality measurement.
         min_requests: enough to fill the cache, on slow machines.
@@ -44,7 +43,6 @@ class Plan:
     """
 
     seconds: float = 36.0
-    output_tokens: int = 128
     overload: float = 1.0
     windows: int = 4
     window_tokens: int = 500  # the built-in text has a little over 2,000 tokens

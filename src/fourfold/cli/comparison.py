@@ -88,7 +88,7 @@ def read_material(task: Task, folder: Path) -> Material:
         renderer(words),
         max_model_len=showcase.MAX_LEN,
         max_prompt_tokens=showcase.PROMPT_TOKENS,
-        max_output_tokens=task.plan.output_tokens,
+        max_output_tokens=showcase.OUTPUT_TOKENS,
         min_output_tokens=32,
     )
     windows = cut_windows(words, read_text(task.text), task.plan.windows, task.plan.window_tokens)

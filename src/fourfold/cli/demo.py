@@ -67,7 +67,7 @@ def demo(
             model = str(default_model(settings.cache_dir))
     # Lengths are exact here (ignore_eos), so max_tokens would tell the scheduler what it has to predict.  What a client
     # would ask for, and the scheduler may know, is the same limit for all.
-    settings = replace(settings, trust_max_tokens=False, answer_limit=plan.output_tokens)
+    settings = replace(settings, trust_max_tokens=False, answer_limit=showcase.OUTPUT_TOKENS)
     metrics = compare(
         Task(
             model=model,
