@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -57,8 +58,8 @@ def test_packed_factor_holds_the_unit_triangle():
 @pytest.mark.parametrize("size", HEAD_SIZES)
 def test_tilings_fit_the_multiprocessor(size, limit):
     layout = PageLayout(16, 1, size, size)
-    for rows in (1, 4, 8, 9, 16, 24, 32, 64, 1000):
-        tiling = choose_tiling(layout, rows, limit, few=rows % 2 == 0, warps=1 if rows % 3 else 4)
+    for rows, warps in itertools.product((1, 4, 8, 9, 16, 24, 32, 64, 1000), (1, 4, 8)):
+        tiling = choose_tiling(layout, rows, limit, warps)
         assert tiling.blocks * (tiling.shared(layout) + 1024) <= limit
         assert tiling.stages >= 2
         assert 1 <= tiling.row_tiles <= 3
@@ -77,6 +78,7 @@ def test_every_kernel_compiles(capability):
         ("dequantise", {}),
         ("decode", tiling),
         ("decode", {**tiling, "NW": 1}),
+        ("decode", {**tiling, "NW": 8, "MINB": 1}),
         ("store", {"METRIC_KEYS": 1, "TABLES_SHARED": 1}),
     ):
         assert compile_cubin(name, common | more, capability)[:4] == b"\x7fELF"

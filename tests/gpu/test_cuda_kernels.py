@@ -118,6 +118,13 @@ def test_soft_cap_and_window(cuda, soft_cap, window, drafts):
     [
         *(Tiling(1, 1, 3, 1), Tiling(1, 2, 3, 4), Tiling(1, 1, 4, 2), Tiling(2, 1, 3, 2), Tiling(4, 1, 3, 1)),
         *(Tiling(1, 1, 2, 16, 1), Tiling(1, 2, 3, 8, 2), Tiling(2, 2, 3, 8, 1), Tiling(3, 1, 4, 2, 1)),
+        *(
+            Tiling(1, 2, 2, 16, 1),
+            Tiling(1, 2, 2, 4),
+            Tiling(1, 2, 4, 1, 8),
+            Tiling(2, 2, 3, 1, 8),
+            Tiling(3, 1, 3, 1, 8),
+        ),
     ],
     ids=str,
 )
@@ -131,7 +138,11 @@ def test_every_tiling_gives_the_same(cuda, tiling, queries):
 
 @pytest.mark.parametrize("extra", [0, 3])
 @pytest.mark.parametrize("window", [0, 40])
-@pytest.mark.parametrize("tiling", [Tiling(1, 2, 3, 4), Tiling(1, 2, 3, 16, 1), Tiling(1, 1, 4, 16, 1)], ids=str)
+@pytest.mark.parametrize(
+    "tiling",
+    [Tiling(1, 2, 2, 4), Tiling(1, 2, 2, 16, 1), Tiling(1, 1, 4, 16, 1), Tiling(1, 2, 4, 1, 8)],
+    ids=str,
+)
 def test_a_run_of_many_tiles(cuda, tiling, window, extra):
     """One run a KV head, hundreds of short sequences in it and long gaps of empty ones."""
     lengths = [1] * 70 + [0] * 50 + [33, 0, 260, 5] * 12 + [0] * 40 + [700, 16]

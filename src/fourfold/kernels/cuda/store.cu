@@ -29,6 +29,16 @@ template <u32 V> DEV u32 constant() { u32 r; asm volatile("mov.b32 %0, %1;" : "=
 
 DEV float kept(float v) { asm volatile("" : "+f"(v)); return v; }
 
+// Lane q of four holds 16-bit numbers j = 0, 1 in `a` and 2, 3 in `b`; returns number q of all four lanes in their order.
+DEV uint2 quad_transpose(u32 a, u32 b, int q) {
+  const u32 far = __shfl_xor_sync(FULL, q & 2 ? a : b, 2), near = q & 2 ? b : a;  // numbers 2 (q / 2), + 1 of this lane and of lane q ^ 2
+  const u32 low = q & 2 ? far : near, high = q & 2 ? near : far;                 // the lower lane's first
+  const u32 even = __byte_perm(low, high, 0x5410), odd = __byte_perm(low, high, 0x7632);
+  const u32 other = __shfl_xor_sync(FULL, q & 1 ? even : odd, 1), own = q & 1 ? odd : even;
+  const u32 first = q & 1 ? other : own, second = q & 1 ? own : other;           // of lanes 0 or 1 (and 2 or 3)
+  return make_uint2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
+}
+
 // codes of two pairs of elements in [-1, 1], one a byte: saturate((code + 1/2) / 15), then 1024 + code
 DEV u32 four_codes(u32 y0, u32 y1, u32 gain, u32 half, u32 fifteen, u32 magic) {
   return __byte_perm(fma_half2(fma_sat_half2(y0, gain, half), fifteen, magic), fma_half2(fma_sat_half2(y1, gain, half), fifteen, magic), 0x6420);
@@ -57,33 +67,42 @@ template <int TILES> struct Row {
 #pragma unroll
     for (int j = 0; j < TILES / 2; j++) codes[j] = four_codes(y[j], y[j + TILES / 2], gain, half, fifteen, magic);
   }
-  DEV void search() {
-    const u32 ones = constant<0x01010101u>();
-    u32 y8[TILES / 2];
-    int total = 0;
+};
+
+// The best of six clips for two rows at once: two independent chains hide each other's latencies.
+template <int TILES> DEV void search(Row<TILES> (&row)[2]) {
+  const u32 ones = constant<0x01010101u>();
+  u32 y8[2][TILES / 2];
+  int total[2] = {0, 0};
 #pragma unroll
-    for (int j = 0; j < TILES / 2; j++) {  // 127 y as signed bytes: 0x6600 is 1536, with unit steps
-      y8[j] = __byte_perm(fma_half2(y[j], 0x57F057F0u, 0x66006600u), fma_half2(y[j + TILES / 2], 0x57F057F0u, 0x66006600u), 0x6420);
-      total = dot4(y8[j], ones, total);
+  for (int j = 0; j < TILES / 2; j++)  // 127 y as signed bytes: 0x6600 is 1536, with unit steps
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      y8[h][j] = __byte_perm(fma_half2(row[h].y[j], 0x57F057F0u, 0x66006600u), fma_half2(row[h].y[j + TILES / 2], 0x57F057F0u, 0x66006600u), 0x6420);
+      total[h] = dot4(y8[h][j], ones, total[h]);
     }
-    float best = 3e38f;
+  float best[2] = {3e38f, 3e38f};
+  const u32 half = constant<0x38003800u>(), fifteen = constant<0x4B804B80u>(), magic = constant<0x64006400u>();
 #pragma unroll 1
-    for (float c = 1.f; c > 0.55f; c -= 0.08f) {
-      Row trial;
-      u32 w[TILES / 2];
+  for (float c = 1.f; c > 0.55f; c -= 0.08f) {
+    const float inverse = __fdividef(0.5f, c), step = c * (1.f / 7.5f);
+    const u32 gain = pack_half(inverse, inverse);
+    int d4[2] = {0, 0}, n4[2] = {0, 0};
 #pragma unroll
-      for (int j = 0; j < TILES; j++) trial.y[j] = y[j];
-      trial.clip = c;
-      trial.round(w);
-      int d4 = 0, n4 = 0;
+    for (int j = 0; j < TILES / 2; j++)
 #pragma unroll
-      for (int j = 0; j < TILES / 2; j++) { d4 = dot4(y8[j], w[j], d4); n4 = dot4(w[j], w[j] ^ 0x0F0F0F0Fu, n4); }
-      const float d = (float)d4 - 7.5f * (float)total, n = 56.25f * (2 * TILES) - (float)n4, step = c * (1.f / 7.5f);
+      for (int h = 0; h < 2; h++) {
+        const u32 w = four_codes(row[h].y[j], row[h].y[j + TILES / 2], gain, half, fifteen, magic);
+        d4[h] = dot4(y8[h][j], w, d4[h]); n4[h] = dot4(w, w ^ 0x0F0F0F0Fu, n4[h]);
+      }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float d = (float)d4[h] - 7.5f * (float)total[h], n = 56.25f * (2 * TILES) - (float)n4[h];
       const float error = quad_sum(step * (step * n - (2.f / 127.f) * d));
-      if (error < best) { best = error; clip = c; dot = d; den = n; }
+      if (error < best[h]) { best[h] = error; row[h].clip = c; row[h].dot = d; row[h].den = n; }
     }
   }
-};
+}
 
 DEV float2 lds_float2(u32 a) { float2 v; asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(a)); return v; }
 DEV float4 lds_float4(u32 a) { float4 v; asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(a)); return v; }
@@ -211,7 +230,8 @@ template <int DIM, bool METRIC> DEV void store_rows(const Args& a, const u16* sr
     u32 codes[TILES];  // of row g in the low half, of row g + 8 in the high half, one a byte
     float scale[2];
 #pragma unroll
-    for (int h = 0; h < 2; h++) { row[h].scale(x, h); row[h].search(); }
+    for (int h = 0; h < 2; h++) row[h].scale(x, h);
+    search<TILES>(row);
     if constexpr (METRIC) {
       constexpr int BLOCKS = TILES / 2;
       round_in_metric<TILES>(codes, scale, row, a.factor + (i64)head * TILES * BLOCKS * 32, tables, lane);
@@ -228,14 +248,29 @@ template <int DIM, bool METRIC> DEV void store_rows(const Args& a, const u16* sr
         }
       }
     }
+    // Bytes 8 j + 2 q, + 1 of both rows are here.  Four of those pairs change places in the lanes of a row, so that a lane
+    // writes 8 bytes and a row whole sectors; the pairs that are left over (head sizes of 80 and 96) are written as they are.
+    u32 bytes[TILES / 2];  // of row g in the low half, of row g + 8 in the high half
+#pragma unroll
+    for (int j = 0; j < TILES / 2; j++) bytes[j] = codes[j] | codes[j + TILES / 2] << 4;
+    uint2 quads[2][TILES / 8];
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+      for (int j = 0; j < TILES / 8; j++) {
+        const u32* from = bytes + 4 * j;
+        quads[h][j] = quad_transpose(__byte_perm(from[0], from[1], h ? 0x7632 : 0x5410), __byte_perm(from[2], from[3], h ? 0x7632 : 0x5410), q4);
+      }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       if (slot[h] < 0) continue;
       const int in_page = slot[h] % PS;
       u8* page = a.cache + slot[h] / PS * a.page_stride + head * a.head_stride;
-      u16* out = (u16*)(page + code_offset + in_page * (DIM / 2)) + q4;
+      u8* out = page + code_offset + in_page * (DIM / 2);
 #pragma unroll
-      for (int j = 0; j < TILES / 2; j++) out[4 * j] = (u16)((codes[j] | codes[j + TILES / 2] << 4) >> (16 * h));
+      for (int j = 0; j < TILES / 8; j++) *(uint2*)(out + 32 * j + 8 * q4) = quads[h][j];
+#pragma unroll
+      for (int j = TILES / 8 * 4; j < TILES / 2; j++) *((u16*)(out + 8 * j) + q4) = (u16)(bytes[j] >> (16 * h));
       if (q4 == 0) *(u16*)(page + scale_offset + in_page * 2) = (u16)pack_half(scale[h], 0.f);
     }
   }

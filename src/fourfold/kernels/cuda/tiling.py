@@ -35,24 +35,29 @@ class Tiling:
         return operand + self.warps * (copies + scales)
 
 
-def choose_tiling(layout: PageLayout, rows: int, shared_limit: int, few: bool = False, warps: int = 4) -> Tiling:
+IN_FLIGHT = {8: 96 << 10, 4: 64 << 10, 1: 64 << 10}
+"""Bytes of pages on their way to a multiprocessor, by warps of a block.  More is slower: one stage more costs 2% at
+32 x 4,096 and 4% at 320 x 430; blocks of 8 warps ask for all of a short cache at once."""
+
+
+def choose_tiling(layout: PageLayout, rows: int, shared_limit: int, warps: int = 4) -> Tiling:
     """Tiling for ``rows`` query rows a KV head on a multiprocessor with ``shared_limit`` bytes of shared memory.
 
-    ``few``: so few sequences that the merge counts, and fewer, larger runs win.  ``warps`` of a block: 1 where
-    there are more tiles than runs of 4 warps.
+    ``warps`` of a block: 8, and one block a multiprocessor, for so few sequences that the merge counts; 1 where there
+    are more tiles than runs of 4 warps; else 4.
     """
     wide = max(layout.head_size, layout.head_size_v)
     row_tiles = -(-rows // 8)
     if row_tiles > (3 if wide <= 128 else 2):
         row_tiles = 2  # several blocks of 16 rows: four accumulators' worth of registers spills
-    blocks = {1: 4, 2: 2, 3: 2}[row_tiles] if wide <= 128 else {1: 3, 2: 2}[row_tiles]
-    if few:
-        blocks = min(blocks, 3)
+    resident = {1: 16, 2: 8, 3: 8}[row_tiles] if wide <= 128 else {1: 12, 2: 8}[row_tiles]
     tokens = 2 if row_tiles <= 2 and wide <= 128 else 1
-    tiling = Tiling(row_tiles, tokens, 2, blocks * 4 // warps, warps)
+    tiling = Tiling(row_tiles, tokens, 2, 1 if warps == 8 else resident // warps, warps)
     while tiling.blocks > 1 and tiling.blocks * (tiling.shared(layout) + 1024) > shared_limit:
         tiling = replace(tiling, blocks=tiling.blocks - 1)
-    for stages in range(3, 5):
+    stage = tokens * 256 * (chunks(layout.head_size) + chunks(layout.head_size_v))
+    wanted = 1 - (-IN_FLIGHT[warps] // (tiling.blocks * warps * stage))
+    for stages in range(3, min(wanted, 4) + 1):
         deeper = replace(tiling, stages=stages)
         if deeper.blocks * (deeper.shared(layout) + 1024) <= shared_limit:
             tiling = deeper
