@@ -125,7 +125,7 @@ def test_missing_numbers_leave_dashes_and_no_cards(metrics: dict) -> None:
 
 
 def test_float32_baseline_gets_the_bytes_of_16_bits() -> None:
-    flags = {name: showcase.server_flags(MODES[name], 48 << 20, "float32", 1, 32) for name in ("bf16", "fourfold")}
+    flags = {name: showcase.server_flags(MODES[name], 48 << 20, "float32", 1, 32, 512) for name in ("bf16", "fourfold")}
     memory = {name: int(row[row.index("--kv-cache-memory-bytes") + 1]) for name, row in flags.items()}
     assert memory == {"bf16": 96 << 20, "fourfold": 48 << 20}
     same = {name: [flag for flag in row if flag != str(memory[name])] for name, row in flags.items()}

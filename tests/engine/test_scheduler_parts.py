@@ -100,7 +100,7 @@ def test_user_priorities_come_first_and_equal_scores_keep_their_order() -> None:
 
 
 def test_a_request_waits_for_kv_and_not_behind_its_prompt_alone() -> None:
-    scheduler, engine = serving(PolicyConfig(headroom=0.1), blocks=33)
+    scheduler, engine = serving(PolicyConfig(headroom=0.1, recompute_cost=0.0), blocks=33)
     engine.add(request("first", 300), 300)
     engine.step()
     engine.add(request("second", 300), 300)

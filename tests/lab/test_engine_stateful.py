@@ -50,9 +50,10 @@ class EngineMachine(RuleBasedStateMachine):
         seqs=st.sampled_from([3, 64]),
         tokens=st.sampled_from([8, 64]),
         oracle=st.booleans(),
+        cost=st.sampled_from([0.0, 0.008, 0.2]),
     )
-    def begin(self, overtake, cap, level, seqs, tokens, oracle):
-        self.config = PolicyConfig(overtake, cap, level, headroom=0.0)
+    def begin(self, overtake, cap, level, seqs, tokens, oracle, cost):
+        self.config = PolicyConfig(overtake, cap, level, headroom=0.0, recompute_cost=cost)
         self.policy = Policy(DigitRanker(), self.config)
         queue: Queue = Ranked(self.policy, oracle=oracle) if self.ranked else FirstCome()
         self.engine = Engine(EngineConfig(BLOCKS, BLOCK, seqs, tokens), STEP, queue)

@@ -186,10 +186,12 @@ def select(
     max_prompt_tokens: int | None = None,
     max_output_tokens: int | None = None,
     min_output_tokens: int = 4,
+    cut_answers: bool = True,
 ) -> list[Request]:
     """Draw ``count`` requests: shuffled by ``seed``, those that do not fit left out.
 
-    Prompt and answer together stay within ``max_model_len``: the answer's length is cut, never the prompt.
+    Prompt and answer together stay within ``max_model_len``: the answer's length is cut, never the prompt.  Without
+    ``cut_answers`` a conversation whose answer would be cut is left out.
 
     Raises:
         FourfoldError: fewer than ``count`` prompts fit.
@@ -206,8 +208,10 @@ def select(
         length = len(encode(text))
         if not 1 <= length <= min(limit, max_model_len - min_output_tokens):
             continue
-        wanted = prompt.output_tokens or len(encode(prompt.answer))
-        wanted = min(wanted, max_model_len - length, max_output_tokens or wanted)
+        answer = prompt.output_tokens or len(encode(prompt.answer))
+        wanted = min(answer, max_model_len - length, max_output_tokens or answer)
+        if wanted < answer and not cut_answers:
+            continue
         if wanted < min_output_tokens and prompt.output_tokens is None:
             continue
         requests.append(Request(text, length, wanted))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,6 @@ from fourfold.bench.prompts import Request
 from fourfold.errors import FourfoldError
 from fourfold.modes import KvMode
 
-MAX_LEN = 512
-"""Context of the demo's servers, tokens."""
-PROMPT_TOKENS, OUTPUT_TOKENS = 160, 128
-"""Longest prompt and answer that the demo takes from ShareGPT.  With its 20 MiB a 16-bit cache of the default model
-holds about five such requests at their full length; shorter answers in a smaller cache wait the same, but not so long.
-"""
 DEGENERATE_SLACK, CHANCE = 0.1, 1e-3
 """Answers of a small model loop now and then, at 16 bits too.  A run is invalid if more of them do by this share of the
 requests, and chance alone would give so many less often than this."""
@@ -35,6 +29,11 @@ class Plan:
     cache that holds more than eight requests keeps up; the 16-bit one holds five or six, queues and preempts.
 
     Attributes:
+        memory: KV bytes of a server.  A 16-bit cache of the default model holds about five requests of full length in
+            the 20 MiB of the plain demo; shorter answers in a smaller cache wait the same, but not so long.
+        max_len: context of the servers, tokens.
+        prompt_tokens, answer_tokens: longest prompt and answer that are taken from ShareGPT.
+        cut_answers: longer answers are cut, else their conversations left out.
         seconds: the time over which requests arrive.
         overload: offered output tokens a second, as a multiple of what 8 requests at once get from this machine.
         windows, window_tokens: of the quality measurement.
@@ -42,6 +41,11 @@ class Plan:
         max_requests: an upper bound, for fast machines.
     """
 
+    memory: int = 20 << 20
+    max_len: int = 512
+    prompt_tokens: int = 160
+    answer_tokens: int = 128
+    cut_answers: bool = True
     seconds: float = 36.0
     overload: float = 1.0
     windows: int = 4
@@ -55,6 +59,22 @@ class Plan:
 
 
 QUICK = Plan(seconds=15.0, windows=1, window_tokens=256, min_requests=16, max_requests=60)
+ORDERED = Plan(
+    memory=80 << 20,
+    max_len=2048,
+    prompt_tokens=1024,
+    answer_tokens=1024,
+    cut_answers=False,
+    overload=5.0,
+    min_requests=60,
+    max_requests=60,
+)
+"""For ``--scheduler ranked``: order matters where work differs, so prompts and answers are as long as they are in
+ShareGPT, and where many wait, so they come five times faster than they can be served."""
+ORDERED_QUICK = replace(ORDERED, windows=1, window_tokens=256, min_requests=20, max_requests=20)
+MAX_OVERTAKE_S = 300.0
+"""The ranked demo's bound on overtaking.  It should be several times the wait that first-come order gives; on a CPU
+that is half a minute, as long as the default bound."""
 
 
 QUEUED = 0.1
@@ -100,11 +120,11 @@ def server_environment(machine_has_gpu: bool) -> dict[str, str]:
     return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(physical_cores())}
 
 
-def server_flags(mode: KvMode, budget: int, dtype: str, port: int, block_size: int) -> list[str]:
+def server_flags(mode: KvMode, budget: int, dtype: str, port: int, block_size: int, max_len: int) -> list[str]:
     """Flags of the demo's servers, equal for both modes but for the cache."""
     memory = str(allotted_bytes(mode, budget, dtype))
     return [
-        *("--port", str(port), "--dtype", dtype, "--max-model-len", str(MAX_LEN), "--served-model-name", "model"),
+        *("--port", str(port), "--dtype", dtype, "--max-model-len", str(max_len), "--served-model-name", "model"),
         *("--kv-cache-memory-bytes", memory, "--block-size", str(block_size), "--max-num-seqs", "128"),
         *("--max-num-batched-tokens", "1024", "--no-enable-prefix-caching", "--enforce-eager"),
         "--disable-uvicorn-access-log",

@@ -74,22 +74,26 @@ def read_material(task: Task, folder: Path) -> Material:
     Raises:
         FourfoldError: one of them cannot be used, or ``folder`` has no room for the baseline's log-probabilities.
     """
-    from fourfold.bench import showcase
     from fourfold.bench.prompts import load, select
     from fourfold.bench.tokenizer import encoder, load_tokenizer, renderer
     from fourfold.evals.perplexity import check_room
     from fourfold.evals.windows import cut_windows, read_text
+    from fourfold.rank.corpora import HELD_OUT, prompt_hash
 
-    words = load_tokenizer(task.model)
+    words, plan = load_tokenizer(task.model), task.plan
+    prompts = load("sharegpt", task.dataset_path)
+    if task.ranked:  # what the default ranker was trained on would flatter it
+        prompts = [prompt for prompt in prompts if prompt_hash(prompt.text) < HELD_OUT]
     requests = select(
-        load("sharegpt", task.dataset_path),
+        prompts,
         task.num_prompts or task.plan.max_requests,
         encoder(words),
         renderer(words),
-        max_model_len=showcase.MAX_LEN,
-        max_prompt_tokens=showcase.PROMPT_TOKENS,
-        max_output_tokens=showcase.OUTPUT_TOKENS,
-        min_output_tokens=32,
+        max_model_len=plan.max_len,
+        max_prompt_tokens=plan.prompt_tokens,
+        max_output_tokens=plan.answer_tokens,
+        min_output_tokens=32 if plan.cut_answers else 4,
+        cut_answers=plan.cut_answers,
     )
     windows = cut_windows(words, read_text(task.text), task.plan.windows, task.plan.window_tokens)
     check_room(folder, windows, len(words))
@@ -116,7 +120,7 @@ class _Comparison:
 
         task, port = self.task, free_port()
         name = mode.name + showcase.RANKED if ranked else mode.name
-        flags = showcase.server_flags(mode, task.budget, task.dtype, port, task.block_size)
+        flags = showcase.server_flags(mode, task.budget, task.dtype, port, task.block_size, task.plan.max_len)
         command = server_command(task.model, [*flags, *SERVER_FLAGS, *ranked], sys.executable)
         environ = {**task.environ, **environment(mode, task.settings), **SERVER_ENVIRONMENT}
         lap = _Laps()

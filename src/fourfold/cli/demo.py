@@ -29,7 +29,9 @@ def demo(
         str | None, typer.Option("--model", help="directory or name [SmolLM2-135M-Instruct from PyPI]")
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="folder for index.html and metrics.json")] = Path("report"),
-    memory: Annotated[str, typer.Option("--memory", help="KV memory of each server")] = "20M",
+    memory: Annotated[
+        str | None, typer.Option("--memory", help="KV memory of each server [20M, or 80M with --scheduler ranked]")
+    ] = None,
     block_size: Annotated[int, typer.Option("--block-size", help="tokens a block")] = 32,
     dtype: Annotated[str, typer.Option("--dtype", help="[the model's, or float32 on a CPU without bfloat16]")] = "",
     request_rate: Annotated[
@@ -58,7 +60,12 @@ def demo(
     settings, flags = scheduler_settings(
         make_settings(calibration, None, cache_dir), scheduler, None, False, None, False
     )
-    plan, budget, start = showcase.QUICK if quick else showcase.Plan(), parse_bytes(memory), time.monotonic()
+    start = time.monotonic()
+    if flags:
+        plan = showcase.ORDERED_QUICK if quick else showcase.ORDERED
+    else:
+        plan = showcase.QUICK if quick else showcase.Plan()
+    budget = parse_bytes(memory) if memory else plan.memory
     _check_out(out)
     where = machine()
     dtype = dtype or showcase.pick_dtype(where["simd"], bool(where["gpus"]))
@@ -67,7 +74,12 @@ def demo(
             model = str(default_model(settings.cache_dir))
     # Lengths are exact here (ignore_eos), so max_tokens would tell the scheduler what it has to predict.  What a client
     # would ask for, and the scheduler may know, is the same limit for all.
-    settings = replace(settings, trust_max_tokens=False, answer_limit=showcase.OUTPUT_TOKENS)
+    settings = replace(
+        settings,
+        trust_max_tokens=False,
+        answer_limit=plan.answer_tokens,
+        max_overtake_s=max(settings.max_overtake_s, showcase.MAX_OVERTAKE_S),
+    )
     metrics = compare(
         Task(
             model=model,

@@ -44,7 +44,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fourfold.errors import FourfoldError
-from fourfold.rank.admission import Pool, peak_blocks
+from fourfold.rank.admission import Pool, steps_that_fit
 from fourfold.rank.base import Ranker
 from fourfold.rank.lengthmap import LengthMap
 from fourfold.rank.online import LengthModel
@@ -62,6 +62,8 @@ class PolicyConfig:
         max_preemptions: how often one request can be preempted.
         reserve_level: quantile of the remaining length that admission reserves KV for.
         headroom: share of the pool that admission leaves free for lengths it did not foresee.
+        recompute_cost: steps of the engine that it takes to compute a token of context again.  Where few requests run,
+            starting one more is worth a preemption later; 0 never risks one.
         trust_max_tokens: cap predictions by the request's max_tokens.  Off for load tests that set max_tokens
             to the length they want, which would otherwise tell the scheduler what it has to guess.
         answer_limit: no answer is longer than so many tokens, whatever it asks for; 0 if nothing is known.
@@ -72,6 +74,7 @@ class PolicyConfig:
     max_preemptions: int = 2
     reserve_level: float = 0.3
     headroom: float = 0.04
+    recompute_cost: float = 0.008
     trust_max_tokens: bool = True
     answer_limit: int = 0
     learn: bool = True
@@ -82,6 +85,7 @@ class PolicyConfig:
             (self.max_preemptions >= 0, "max_preemptions must not be negative"),
             (0 < self.reserve_level < 1, "reserve_level must lie between 0 and 1"),
             (0 <= self.headroom < 0.5, "headroom must lie between 0 and 0.5"),
+            (self.recompute_cost >= 0, "recompute_cost must not be negative"),
             (self.answer_limit >= 0, "answer_limit must not be negative"),
         )
         for good, what in checks:
@@ -253,8 +257,9 @@ class Policy:
     def may_start(self, job: Job, running: Collection[Job], pool: Pool, *, room: bool = True) -> bool:
         """Whether the first waiting job may start beside ``running`` (its prompt fits; that the caller checks).
 
-        Predicted peak KV of all together must stay within the pool (``admission.peak_blocks``); a protected
-        job also needs room for the worst cases of all protected ones.  An idle engine starts anything.
+        Predicted KV of all together must stay within the pool (``admission.steps_that_fit``), or be worth a preemption
+        later (``_worth_it``); a protected job also needs room for the worst cases of all protected ones.  An idle
+        engine starts anything.
         ``room``: there are free blocks for the prompt now; only then does a refusal count as a preemption avoided.
         """
         if self.protected(job):
@@ -268,11 +273,21 @@ class Policy:
         context = generated + np.array([j.prompt_tokens for j in together], dtype=np.int64)
         totals = self._totals(together, generated)
         limit = pool.total_blocks * (1.0 - self.config.headroom) + pool.shared_blocks
-        fits = peak_blocks(context, totals - generated, pool) <= limit
+        steps = steps_that_fit(context, totals - generated, pool, limit)
+        fits = math.isinf(steps) or self._worth_it(steps, len(together), int(context[-1]))
         if not fits and room and job.request_id not in self._deferred:
             self._deferred.add(job.request_id)
             self.stats.deferred_starts += 1
         return fits
+
+    def _worth_it(self, steps: float, count: int, context: int) -> bool:
+        """Whether starting a job pays although the pool will be full after ``steps``.
+
+        Until then it makes ``steps`` tokens, and then somebody's context is dropped and computed again, for which
+        all ``count`` requests wait: ``recompute_cost`` steps a token, and a step is a token for each of them.
+        """
+        lost = count * self.config.recompute_cost
+        return steps * (1.0 - lost) > lost * context and lost > 0.0
 
     def _totals(self, jobs: list[Job], generated: np.ndarray) -> np.ndarray:
         totals = self.model.totals(np.array([j.bucket for j in jobs], dtype=np.int64), generated)
