@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from fourfold.errors import FourfoldError
 from fourfold.rank.metrics import kendall_tau, null_deviation, tau_interval
 
 
@@ -24,6 +25,14 @@ def test_tau_of_nothing_is_zero():
     assert kendall_tau([], []) == 0.0
     assert kendall_tau([1.0], [2.0]) == 0.0
     assert kendall_tau([1, 1, 1], [1, 2, 3]) == 0.0
+
+
+def test_tau_of_nan_is_an_error_and_no_number():
+    """Sorted, sixty NaN are one value after another, and once gave 0.999."""
+    with pytest.raises(FourfoldError, match="NaN"):
+        kendall_tau([float("nan")] * 60, list(range(60)))
+    with pytest.raises(FourfoldError, match="NaN"):
+        kendall_tau([1.0, 2.0], [1.0, float("nan")])
 
 
 def test_interval_covers_and_null_deviation_is_right():

@@ -10,6 +10,7 @@ from fourfold.errors import FourfoldError
 from fourfold.rank.admission import Pool, steps_that_fit
 from fourfold.rank.base import Ranker
 from fourfold.rank.lengthmap import LEVELS, LengthMap
+from fourfold.rank.metrics import kendall_tau
 from fourfold.rank.online import LengthModel
 from fourfold.rank.policy import Policy, PolicyConfig
 
@@ -183,7 +184,8 @@ def test_without_a_ranker_it_is_first_come():
     assert not policy.ranking
 
 
-def test_a_worthless_ranker_is_dropped_and_a_good_one_is_taken_back():
+def test_a_worthless_ranker_is_dropped_and_a_good_one_is_taken_back(monkeypatch):
+    monkeypatch.setattr("fourfold.rank.online.MOST_ENDED", 32)  # one that never ends is passed over
     policy = Policy(NumberRanker(), PolicyConfig(max_overtake_s=10))
     rng = np.random.default_rng(0)
     waiting = _add(policy, "waiting", "390", 0.0)
@@ -208,9 +210,9 @@ def test_lengths_are_learnt_from_a_model_that_talks_three_times_as_much():
     model = LengthModel(lengths)
     rng = np.random.default_rng(0)
     before = model.expected(8)
-    for _ in range(1200):
+    for key in range(1200):
         score = float(rng.uniform(1, 400))
-        model.observe(score, model.bucket(score), int(3 * score))
+        model.observe(key, score, model.bucket(score), int(3 * score))
     assert model.expected(8) / before == pytest.approx(3, rel=0.15)
     assert (np.diff(model.means) >= 0).all()
     assert (np.diff(model.quantiles, axis=0) >= -1e-9).all()
@@ -219,10 +221,26 @@ def test_lengths_are_learnt_from_a_model_that_talks_three_times_as_much():
 def test_cut_answers_teach_only_where_they_are_longer_than_expected():
     model = LengthModel(NumberRanker().lengths, every=1)
     before = model.means.copy()
-    model.observe(300.0, 12, 5, complete=False)
+    model.observe(0, 300.0, 12, 5, complete=False)
     assert np.array_equal(model.means, before)
-    model.observe(300.0, 12, 2000, complete=False)
+    model.observe(1, 300.0, 12, 2000, complete=False)
     assert model.means[12] > before[12]
+
+
+def test_tau_does_not_suffer_where_the_order_is_by_prediction():
+    """All wait at once and run shortest prediction first: those that end together were predicted alike."""
+    policy = Policy(NumberRanker())
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 400, 2048)
+    guesses = np.clip(lengths + rng.normal(0, 120, lengths.size), 1, 400)
+    jobs = [_add(policy, f"{i}", str(guess), 0.0) for i, guess in enumerate(guesses)]
+    gone, *rest = sorted(range(len(jobs)), key=lambda i: jobs[i].score)
+    policy.abort(jobs[gone])
+    for i in rest:
+        policy.finish(jobs[i], int(lengths[i]))
+    true = kendall_tau(guesses, lengths)
+    assert policy.model.tau == pytest.approx(true, abs=0.06)
+    assert kendall_tau(guesses[rest[-512:]], lengths[rest[-512:]]) < 0.6 * true
 
 
 def test_totals_are_conditional_quantiles():

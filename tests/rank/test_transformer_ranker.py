@@ -62,6 +62,33 @@ def test_a_tiny_model_learns_to_rank(trained):
     assert tokens[1] > tokens[0]
 
 
+def test_a_step_without_a_finite_gradient_is_left_out(tiny_llama, monkeypatch):
+    """One such step once made every weight NaN, and validation called that tau 0.999."""
+    import torch
+
+    forward, calls = Encoder.forward, []
+
+    def sometimes_broken(self, rows):
+        scores = forward(self, rows)
+        if torch.is_grad_enabled():
+            calls.append(len(rows))
+            if len(calls) % 4 == 2:
+                scores = scores * float("inf")
+        return scores
+
+    monkeypatch.setattr(Encoder, "forward", sometimes_broken)
+    options = TransformerOptions(list_size=16, rate=2e-3, head_rate=5e-3, epochs=2, checks=2, max_tokens=16)
+    _, report = train_transformer(tiny_llama, _examples(160, 0), _examples(40, 1), _examples(80, 2), options)
+    assert len(calls) > 8
+    assert report.tau > 0.5
+
+
+def test_diverged_training_says_so(tiny_llama):
+    options = TransformerOptions(list_size=16, rate=1e30, head_rate=1e30, epochs=1, checks=1, max_tokens=16)
+    with pytest.raises(FourfoldError, match="diverged"):
+        train_transformer(tiny_llama, _examples(160, 0), _examples(40, 1), _examples(80, 2), options)
+
+
 def test_it_loads_from_its_directory_and_batches_agree(trained):
     ranker, _, folder, _ = trained
     loaded = load_ranker(folder)

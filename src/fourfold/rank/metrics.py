@@ -8,6 +8,8 @@ from bisect import bisect_right
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fourfold.errors import FourfoldError
+
 
 def _ties(sorted_values: NDArray[np.float64]) -> int:
     """Pairs of equal values in a sorted array."""
@@ -28,8 +30,16 @@ def _swaps(values: NDArray[np.int64]) -> int:
 
 
 def kendall_tau(a: ArrayLike, b: ArrayLike) -> float:
-    """Kendall's tau-b (Kendall, 1945; Knight's algorithm, 1966) of two equally long sequences; 0.0 if undefined."""
+    """Kendall's tau-b (Kendall, 1945; Knight's algorithm, 1966) of two equally long sequences; 0.0 if undefined.
+
+    Raises:
+        FourfoldError: NaN is among the values.  (It has no place in an order, and sorting would count it as one.)
+    """
     x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    if np.isnan(x).any() or np.isnan(y).any():
+        raise FourfoldError(
+            "there is no rank correlation of numbers that are NaN", why="a model's scores may be broken"
+        )
     n = x.size
     if n < 2:
         return 0.0

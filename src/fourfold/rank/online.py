@@ -17,6 +17,10 @@ GROWTH = 1.25
 """An answer longer than all that were seen is taken to be this much longer in the end."""
 
 
+MOST_ENDED = 2048
+"""Requests that may have ended before one that arrived earlier; then that one no longer counts for tau."""
+
+
 class LengthModel:
     """Answer lengths by bucket of the score: the ranker's calibration, corrected by finished requests.
 
@@ -32,6 +36,8 @@ class LengthModel:
         self._map = lengths
         self._level, self._prior, self._every = level, prior, every
         self._seen: list[deque[float]] = [deque(maxlen=window) for _ in range(lengths.buckets)]
+        self._arrived: dict[int, tuple[float, float] | None] = {}
+        self._ended = 0  # of those
         self._pairs: deque[tuple[float, float]] = deque(maxlen=512)
         self._since = 0
         self.means = lengths.means.copy()
@@ -86,16 +92,28 @@ class LengthModel:
             rows.append(np.where(grid >= row[-1], 0.0, total))
         self._totals = np.stack(rows)
 
-    def observe(self, score: float, bucket: int, tokens: int, *, complete: bool = True) -> None:
+    def arrive(self, key: int) -> None:
+        """A request that will end by ``observe`` or ``forget`` under the same key; keys arrive in their order."""
+        self._arrived[key] = None
+
+    def forget(self, key: int) -> None:
+        """The request has gone and teaches nothing; no matter if it has ended already."""
+        if self._arrived.get(key, ()) is None:
+            del self._arrived[key]
+
+    def observe(self, key: int, score: float, bucket: int, tokens: int, *, complete: bool = True) -> None:
         """Learn from a finished request.
 
         ``complete`` is False for an answer that was cut at its limit: its length is then only a lower bound,
         and it teaches something only if it is longer than predicted already.
         """
         if not complete and tokens <= self.means[bucket]:
+            self.forget(key)
             return
         self._seen[bucket].append(float(tokens))
-        self._pairs.append((score, float(tokens)))
+        if key in self._arrived:
+            self._arrived[key] = (score, float(tokens))
+            self._ended += 1
         self._since += 1
         if self._since >= self._every:
             self._since = 0
@@ -120,7 +138,20 @@ class LengthModel:
         self._judge()
 
     def _judge(self) -> None:
-        """Tau over the last requests; useless below one null deviation over 0.02, useful again above three."""
+        """Tau over the last requests; useless below one null deviation over 0.02, useful again above three.
+
+        Requests count in the order in which they arrived, each once all before it have ended.  Those that end at about
+        the same time were predicted alike where the order is by prediction, and tau among them says little: 0.09 was
+        measured for a ranker of 0.37 on a queue of five seconds.
+        """
+        while self._arrived:
+            key, pair = next(iter(self._arrived.items()))
+            if pair is not None:
+                self._pairs.append(pair)
+                self._ended -= 1
+            elif self._ended <= MOST_ENDED:
+                break
+            del self._arrived[key]
         pairs = np.array(self._pairs)
         if len(pairs) < 96:
             return

@@ -184,7 +184,13 @@ class Policy:
         self._mean_prompt += (prompt_tokens - self._mean_prompt) / min(self._sequence, 512)
         job.slack = self._slack(job)
         self.jobs[request_id] = job
+        if self._teaches(job):
+            self.model.arrive(job.sequence)
         return job
+
+    def _teaches(self, job: Job) -> bool:
+        """Whether something is learnt from the job's end."""
+        return self.config.learn and np.isfinite(job.score) and job.known_tokens is None
 
     def _score(self, prompt: str | None) -> float:
         if self.ranker is None or prompt is None:
@@ -343,11 +349,15 @@ class Policy:
 
     def finish(self, job: Job, tokens: int, *, complete: bool = True) -> None:
         """Forget a finished job and learn from it (``complete``: it was not cut at max_tokens)."""
-        self.abort(job)
-        if self.config.learn and np.isfinite(job.score) and job.known_tokens is None:
-            self.model.observe(job.score, job.bucket, tokens, complete=complete)
+        if self._teaches(job):
+            self.model.observe(job.sequence, job.score, job.bucket, tokens, complete=complete)
+        self._forget(job)
 
     def abort(self, job: Job) -> None:
         """Forget a job in any state; nothing is learnt from it."""
+        self.model.forget(job.sequence)
+        self._forget(job)
+
+    def _forget(self, job: Job) -> None:
         self.jobs.pop(job.request_id, None)
         self._deferred.discard(job.request_id)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fourfold.errors import FourfoldError
 from fourfold.rank.corpora import Example
 from fourfold.rank.lengthmap import LengthMap
 from fourfold.rank.metrics import kendall_tau
@@ -17,6 +18,8 @@ from fourfold.rank.training import Progress, Report, report
 from fourfold.rank.transformer import Encoder, TransformerRanker
 
 F64 = NDArray[np.float64]
+MOST_LOST = 20
+"""Steps in a row without a finite gradient after which training ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,11 @@ def train_transformer(
     """Fine-tune the checkpoint in ``folder`` (a backbone, or a ranker to go on with).
 
     bf16 (on by default) is autocast over float32 weights, on a GPU only.  The weights with the best
-    validation tau are kept; the length map is fitted on the validation prompts.
+    validation tau are kept; the length map is fitted on the validation prompts.  Steps whose gradient is not finite are
+    left out.
+
+    Raises:
+        FourfoldError: the checkpoint cannot be loaded, or training diverged before any check was better than none.
     """
     import torch
 
@@ -96,7 +103,8 @@ def train_transformer(
 
     def validate() -> float:
         with autocast:
-            return kendall_tau(encoder.scores(valid_rows), valid_lengths)
+            scores = encoder.scores(valid_rows)
+        return kendall_tau(scores, valid_lengths) if np.isfinite(scores).all() else -1.0
 
     head = {id(p) for name, p in model.named_parameters() if name.split(".")[0] in ("score", "classifier")}
     groups = [
@@ -111,7 +119,7 @@ def train_transformer(
     )
     every = max(1, len(plan) // max(1, o.epochs * o.checks))
     best_tau = validate()
-    best, stale, began = None, 0, time.monotonic()
+    best, stale, lost, began = None, 0, 0, time.monotonic()
     for step, batch in enumerate(plan, 1):
         model.train()
         order = batch[np.argsort(-(lengths[batch] + rng.random(batch.size) * 0.5), kind="stable")]
@@ -121,8 +129,12 @@ def train_transformer(
         loss = (torch.logcumsumexp(scores.flip(0), 0).flip(0) - scores).mean()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if torch.isfinite(norm):
+            optimizer.step()
+            lost = 0
+        elif (lost := lost + 1) == MOST_LOST:  # one such step would make every weight NaN; so many have no end
+            break
         schedule.step()
         late = time.monotonic() - began > o.seconds
         if step % every == 0 or step == len(plan) or late:
@@ -139,7 +151,12 @@ def train_transformer(
     if best is not None:
         model.load_state_dict(best)
     with autocast:
-        fitted = LengthMap.fit(encoder.scores(valid_rows), valid_lengths)
+        final = encoder.scores(valid_rows)
+        if not np.isfinite(final).all():
+            raise FourfoldError(
+                "training diverged", why="the model's scores are no numbers any more", fix="lower the learning rate"
+            )
+        fitted = LengthMap.fit(final, valid_lengths)
         held_scores = encoder.scores(encoder.tokens([e.prompt for e in held]))
     result = report(held_scores, fitted, np.array([e.length for e in held], dtype=np.float64))
     metadata = {
