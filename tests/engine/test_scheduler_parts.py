@@ -194,7 +194,7 @@ def test_what_is_learnt_from_an_end(
     scheduler, _ = serving()
     learnt: list[Any] = []
     policy = scheduler._ranking.policy
-    monkeypatch.setattr(policy.model, "observe", lambda s, b, tokens, complete: learnt.append((tokens, complete)))
+    monkeypatch.setattr(policy.model, "observe", lambda key, s, b, tokens, complete: learnt.append((tokens, complete)))
     one = request("x", 50, **sampling)
     scheduler.add_request(one)
     one.append_output_token_ids([9] * 30)

@@ -83,8 +83,10 @@ def test_a_step_without_a_finite_gradient_is_left_out(tiny_llama, monkeypatch):
     assert report.tau > 0.5
 
 
-def test_diverged_training_says_so(tiny_llama):
-    options = TransformerOptions(list_size=16, rate=1e30, head_rate=1e30, epochs=1, checks=1, max_tokens=16)
+def test_diverged_training_says_so(tiny_llama, monkeypatch):
+    forward = Encoder.forward
+    monkeypatch.setattr(Encoder, "forward", lambda self, rows: forward(self, rows) * float("inf"))
+    options = TransformerOptions(list_size=16, epochs=1, checks=1, max_tokens=16)
     with pytest.raises(FourfoldError, match="diverged"):
         train_transformer(tiny_llama, _examples(160, 0), _examples(40, 1), _examples(80, 2), options)
 

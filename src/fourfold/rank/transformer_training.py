@@ -119,7 +119,7 @@ def train_transformer(
     )
     every = max(1, len(plan) // max(1, o.epochs * o.checks))
     best_tau = validate()
-    best, stale, lost, began = None, 0, 0, time.monotonic()
+    best, stale, taken, lost, began = None, 0, 0, 0, time.monotonic()
     for step, batch in enumerate(plan, 1):
         model.train()
         order = batch[np.argsort(-(lengths[batch] + rng.random(batch.size) * 0.5), kind="stable")]
@@ -132,7 +132,7 @@ def train_transformer(
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if torch.isfinite(norm):
             optimizer.step()
-            lost = 0
+            taken, lost = taken + 1, 0
         elif (lost := lost + 1) == MOST_LOST:  # one such step would make every weight NaN; so many have no end
             break
         schedule.step()
@@ -152,9 +152,9 @@ def train_transformer(
         model.load_state_dict(best)
     with autocast:
         final = encoder.scores(valid_rows)
-        if not np.isfinite(final).all():
+        if not np.isfinite(final).all() or (plan and not taken):
             raise FourfoldError(
-                "training diverged", why="the model's scores are no numbers any more", fix="lower the learning rate"
+                "training diverged", why="scores or gradients are no finite numbers", fix="lower the learning rate"
             )
         fitted = LengthMap.fit(final, valid_lengths)
         held_scores = encoder.scores(encoder.tokens([e.prompt for e in held]))
