@@ -58,8 +58,8 @@ def test_packed_factor_holds_the_unit_triangle():
 @pytest.mark.parametrize("size", HEAD_SIZES)
 def test_tilings_fit_the_multiprocessor(size, limit):
     layout = PageLayout(16, 1, size, size)
-    for rows, warps in itertools.product((1, 4, 8, 9, 16, 24, 32, 64, 1000), (1, 4, 8)):
-        tiling = choose_tiling(layout, rows, limit, warps)
+    for rows, warps, mixed in itertools.product((1, 4, 8, 9, 16, 24, 32, 64, 1000), (1, 4, 8), (False, True)):
+        tiling = choose_tiling(layout, rows, limit, warps, mixed)
         assert tiling.blocks * (tiling.shared(layout) + 1024) <= limit
         assert tiling.stages >= 2
         assert 1 <= tiling.row_tiles <= 3
