@@ -74,7 +74,7 @@ class PolicyConfig:
     max_preemptions: int = 2
     reserve_level: float = 0.3
     headroom: float = 0.04
-    recompute_cost: float = 0.008
+    recompute_cost: float = 0.003
     trust_max_tokens: bool = True
     answer_limit: int = 0
     learn: bool = True
