@@ -121,6 +121,7 @@ def test_only_whole_answers_become_latencies() -> None:
     assert (result["completed"], result["failed"], result["valid"]) == (2, 2, False)
     assert result["answers"] == {"total": 4, "failed": 1, "cut": 1, "empty": 0, "degenerate": 0}
     assert result["ttft_mean_s"] == pytest.approx(1.0)
+    assert result["e2el_mean_s"] == pytest.approx(1.5)
     assert result["requests"]["tpot_ms"] == [pytest.approx(100.0)]  # (1.5 - 0.5) / 10; one token has no TPOT
     assert result["output_tokens"] == 12
     assert result["output_tokens_per_s"] == pytest.approx(1.2)

@@ -24,6 +24,8 @@ def run(capacity: int, ttft: float, tpot: float, preemptions: int, degenerate: i
         "tpot_mean_ms": tpot,
         "tpot_p50_ms": tpot,
         "tpot_p99_ms": 1.1 * tpot,
+        "e2el_mean_s": ttft + 5.0,
+        "e2el_p99_s": 2 * ttft + 5.0,
         "output_tokens_per_s": 100.0,
         "output_tokens": 300,
         "preemptions": preemptions,

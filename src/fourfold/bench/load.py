@@ -172,7 +172,8 @@ def _wait(
 def summarise(detail: dict[str, Any], load: LoadSettings) -> dict[str, Any]:
     """Latencies of the answers that came back whole, from the detailed result of ``vllm bench serve``.
 
-    TTFT in seconds, TPOT in milliseconds: (latency - TTFT) / (output tokens - 1), as vLLM defines it.
+    TTFT and E2EL (from sending a request to its last token) in seconds, ITL and TPOT in milliseconds: TPOT is
+    (E2EL - TTFT) / (output tokens - 1), as vLLM defines it.
     """
     answers = check(detail["generated_texts"], detail["errors"])
     good = [i for i, error in enumerate(detail["errors"]) if not error]
@@ -183,6 +184,7 @@ def summarise(detail: dict[str, Any], load: LoadSettings) -> dict[str, Any]:
         for i in good
         if lengths[i] > 1
     ]
+    e2el = [float(detail["latencies"][i]) for i in good]
     itl = [1e3 * float(value) for i in good for value in detail["itls"][i]]
     tokens = int(sum(lengths[i] for i in good))
     return {
@@ -197,6 +199,7 @@ def summarise(detail: dict[str, Any], load: LoadSettings) -> dict[str, Any]:
         **{f"ttft_{key}_s": value for key, value in statistics(ttft).items()},
         **{f"tpot_{key}_ms": value for key, value in statistics(tpot).items()},
         **{f"itl_{key}_ms": value for key, value in statistics(itl).items()},
+        **{f"e2el_{key}_s": value for key, value in statistics(e2el).items()},
         "requests": {"ttft_s": _rounded(ttft, 4), "tpot_ms": _rounded(tpot, 3)},
         "errors": sorted({error.strip().splitlines()[-1] for error in detail["errors"] if error.strip()})[:5],
     }

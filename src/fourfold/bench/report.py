@@ -100,6 +100,8 @@ ROWS = (
     ("ttft_p99_s", "TTFT p99, s", "{:.3f}"),
     ("tpot_mean_ms", "TPOT mean, ms", "{:.1f}"),
     ("tpot_p99_ms", "TPOT p99, ms", "{:.1f}"),
+    ("e2el_mean_s", "latency mean, s", "{:.2f}"),
+    ("e2el_p99_s", "latency p99, s", "{:.2f}"),
     ("output_tokens_per_s", "output tokens/s", "{:.1f}"),
     ("preemptions", "preemptions", "{:,.0f}"),
     ("completed", "requests completed", "{:,.0f}"),

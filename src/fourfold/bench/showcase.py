@@ -164,6 +164,7 @@ def probe_throughput(url: str, requests: list[Request], tokens: int = 48) -> flo
 
 HEADLINE = (
     *("ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "tpot_mean_ms", "tpot_p50_ms", "tpot_p99_ms"),
+    *("e2el_mean_s", "e2el_p99_s"),
     *("output_tokens_per_s", "preemptions", "completed", "failed", "errors"),
 )
 """What metrics.json keeps of a run, per mode; capacity, bytes, validity and quality are added."""

@@ -107,7 +107,7 @@ def _print(result: dict[str, Any]) -> None:
     )
     for heading in ("", "mean", "p50", "p99"):
         table.add_column(heading, justify="left" if not heading else "right")
-    for name, unit, digits in (("ttft", "s", 3), ("tpot", "ms", 1), ("itl", "ms", 1)):
+    for name, unit, digits in (("ttft", "s", 3), ("tpot", "ms", 1), ("itl", "ms", 1), ("e2el", "s", 3)):
         table.add_row(
             name.upper(), *(show(result[f"{name}_{key}_{unit}"], unit, digits) for key in ("mean", "p50", "p99"))
         )
