@@ -62,9 +62,13 @@ def modes_table(result: Mapping[str, Any]) -> str:
     ]
     if all("low" in mode for mode in modes.values()):
         rows.append(["95% interval", *(f"{mode['low']:.1%} to {mode['high']:.1%}" for mode in modes.values())])
-    for name, pair in result.get("against_bf16", {}).items():
-        change = f"{100 * pair['difference']:+.1f} points ({100 * pair['low']:+.1f} to {100 * pair['high']:+.1f})"
-        rows.append(["against bf16, same questions", *(change if mode == name else "" for mode in modes)])
+    pairs = result.get("against_bf16", {})
+    if pairs:
+        changes = {
+            name: f"{100 * pair['difference']:+.1f} points ({100 * pair['low']:+.1f} to {100 * pair['high']:+.1f})"
+            for name, pair in pairs.items()
+        }
+        rows.append(["against bf16, same questions", *(changes.get(mode, "") for mode in modes)])
     return table(["", *modes], rows)
 
 
