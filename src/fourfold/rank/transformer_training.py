@@ -66,6 +66,14 @@ def draw_batches(
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
+def has_bf16(device: str) -> bool:
+    """Whether products in bfloat16 are faster than in float32: on GPUs, and on processors that have instructions."""
+    import torch
+
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # of no public name, so they may go
+    return device != "cpu" or any(getattr(torch.cpu, name, bool)() for name in names)
+
+
 def train_transformer(
     folder: Path,
     train: Sequence[Example],
@@ -79,7 +87,7 @@ def train_transformer(
 ) -> tuple[TransformerRanker, Report]:
     """Fine-tune the checkpoint in ``folder`` (a backbone, or a ranker to go on with).
 
-    bf16 (on by default) is autocast over float32 weights, on a GPU only.  The weights with the best
+    bf16 (on by default) is autocast over float32 weights, where ``has_bf16``.  The weights with the best
     validation tau are kept; the length map is fitted on the validation prompts.  Steps whose gradient is not finite are
     left out.
 
@@ -99,7 +107,7 @@ def train_transformer(
     sizes = np.array([len(row) for row in rows], dtype=np.int64)
     first = np.array([e.turn == 0 for e in train], dtype=bool)
     model = encoder.model
-    autocast = torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=o.bf16 and device != "cpu")
+    autocast = torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=o.bf16 and has_bf16(device))
 
     def validate() -> float:
         with autocast:
