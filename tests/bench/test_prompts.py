@@ -127,3 +127,11 @@ def test_limits_cut_answers_and_leave_prompts_out() -> None:
     prompts = [Prompt("q " * 30, "a " * 90), Prompt("q " * 5, "a " * 90), Prompt("q", "", 2)]
     chosen = select(prompts, 2, encode, str, max_model_len=1000, max_prompt_tokens=10, max_output_tokens=16)
     assert sorted((r.prompt_tokens, r.output_tokens) for r in chosen) == [(1, 2), (5, 16)]
+
+
+def test_select_can_leave_out_what_it_would_cut() -> None:
+    prompts = [Prompt("short", "w " * n) for n in (5, 40, 16, 17)]
+    chosen = select(prompts, 2, encode, str, max_model_len=1000, max_output_tokens=16, cut_answers=False)
+    assert sorted(request.output_tokens for request in chosen) == [5, 16]
+    with pytest.raises(FourfoldError, match="only 2 of 3"):
+        select(prompts, 3, encode, str, max_model_len=1000, max_output_tokens=16, cut_answers=False)

@@ -82,7 +82,7 @@ def read_material(task: Task, folder: Path) -> Material:
 
     words, plan = load_tokenizer(task.model), task.plan
     prompts = load("sharegpt", task.dataset_path)
-    if task.ranked:  # what the default ranker was trained on would flatter it
+    if task.ranked and task.dataset_path is None:  # what the default ranker was trained on would flatter it
         prompts = [prompt for prompt in prompts if prompt_hash(prompt.text) < HELD_OUT]
     requests = select(
         prompts,
