@@ -67,7 +67,10 @@ def test_preemption_and_prefix_hits_and_speculation_keep_the_tokens(
     results = engines([own, hits, drafts], env=env)
     before, with_hits, with_drafts = (result["counters"] for result in results)
     assert results[0]["calls"] == results[1]["calls"] == results[2]["calls"]
-    assert before["num_preemptions"] > max(with_hits["num_preemptions"], with_drafts["num_preemptions"])
+    assert before["num_preemptions"] > 0
+    # so few run that starting one more is worth a preemption later; none is preempted twice
+    assert 0 < with_hits["num_preemptions"] <= len(ids)
+    assert 0 < with_drafts["num_preemptions"] <= len(ids)
     assert with_hits["prefix_cache_hits"] > 0
     assert with_drafts["spec_decode_num_drafts"] > 0
 
