@@ -8,8 +8,8 @@ from fourfold.rank.corpora import Example
 from fourfold.rank.metrics import kendall_tau
 from fourfold.rank.ngram import NgramRanker
 from fourfold.rank.registry import load_ranker
-from fourfold.rank.transformer import CARD, Encoder, TransformerRanker, truncate
-from fourfold.rank.transformer_training import TransformerOptions, draw_batches, train_transformer
+from fourfold.rank.transformer import CARD, WORDS, Encoder, TransformerRanker, truncate
+from fourfold.rank.transformer_training import TransformerOptions, best_weight, draw_batches, train_transformer
 
 
 def _examples(count, seed):
@@ -102,6 +102,31 @@ def test_it_loads_from_its_directory_and_batches_agree(trained):
     assert together == pytest.approx([float(loaded.score([p])[0]) for p in prompts], abs=1e-4)
     assert loaded.metadata["held_out_tau"] == ranker.metadata["held_out_tau"]
     assert not list(folder.glob("*.bin"))
+
+
+def test_the_embedded_ranker_is_part_of_it(trained, tmp_path):
+    ranker, _, folder, _ = trained
+    prompts = [e.prompt for e in _examples(20, 3)]
+    alone = ranker.encoder.scores(ranker.encoder.tokens(prompts))
+    assert ranker.score(prompts) == pytest.approx(alone + ranker.weight * NgramRanker.load().score(prompts))
+    (tmp_path / "ranker").mkdir()
+    for file in folder.iterdir():
+        (tmp_path / "ranker" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "ranker" / WORDS).unlink()
+    with pytest.raises(FourfoldError, match="no ranker file"):
+        TransformerRanker.load(tmp_path / "ranker")
+
+
+def test_the_weight_beside_it_is_what_helps():
+    rng = np.random.default_rng(0)
+    lengths = rng.uniform(1, 1000, 400)
+    scores, beside = lengths + rng.normal(0, 500, 400), (lengths + rng.normal(0, 500, 400)) / 100
+    weight = best_weight(scores, beside, lengths)
+    assert 25 <= weight <= 200
+    together = kendall_tau(scores + weight * beside, lengths)
+    assert together > max(kendall_tau(scores, lengths), kendall_tau(beside, lengths)) + 0.03
+    assert best_weight(scores, rng.normal(size=400), lengths) * 1.0 < 0.6 * scores.std()
+    assert best_weight(scores, np.zeros(400), lengths) == 0.0
 
 
 def test_no_epochs_only_calibrates(trained):

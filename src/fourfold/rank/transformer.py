@@ -2,7 +2,8 @@
 
 A directory holds a sequence-classification checkpoint with ``num_labels = 1`` (``config.json``,
 ``model.safetensors``, tokenizer files: what predictors on the hub look like too) and ``ranker.json`` with the
-length map and the record of its training.  torch and transformers are imported when a ranker is loaded.
+length map and the record of its training; ``words.safetensors`` is the embedded ranker beside it.  torch and
+transformers are imported when a ranker is loaded.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fourfold.errors import FourfoldError
 from fourfold.files import write_json
 from fourfold.rank.base import Ranker
 from fourfold.rank.lengthmap import LEVELS, LengthMap
+from fourfold.rank.ngram import NgramRanker
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 F64 = NDArray[np.float64]
 KIND = "fourfold-transformer-ranker"
 CARD = "ranker.json"
+WORDS = "words.safetensors"
 _FIX = "name a directory written by `fourfold ranker train --model`, or leave --ranker out"
 
 
@@ -108,23 +111,38 @@ class Encoder:
 
 
 class TransformerRanker(Ranker):
-    """Scores prompts with an ``Encoder``."""
+    """Scores prompts with an ``Encoder``, and adds ``weight`` times the score of an embedded ranker, ``words``.
+
+    The two make different mistakes: on Qwen2.5-Coder's answers tau 0.383 and 0.376 make 0.426 together.
+    """
 
     name = "transformer"
 
-    def __init__(self, encoder: Encoder, lengths: LengthMap, metadata: dict[str, str]) -> None:
+    def __init__(
+        self,
+        encoder: Encoder,
+        lengths: LengthMap,
+        metadata: dict[str, str],
+        words: NgramRanker | None = None,
+        weight: float = 0.0,
+    ) -> None:
         self.encoder, self.lengths, self.metadata = encoder, lengths, metadata
+        self.words, self.weight = words, weight
 
     def score(self, prompts: Sequence[str]) -> F64:
-        return self.encoder.scores(self.encoder.tokens(prompts))
+        scores = self.encoder.scores(self.encoder.tokens(prompts))
+        return scores if self.words is None else scores + self.weight * self.words.score(prompts)
 
     def save(self, folder: Path) -> Path:
         """Write checkpoint, tokenizer and card; the card comes last, so a directory with one is whole."""
         folder.mkdir(parents=True, exist_ok=True)
         self.encoder.model.save_pretrained(folder)
         self.encoder.tokenizer.save_pretrained(folder)
+        if self.words is not None:
+            self.words.save(folder / WORDS)
         card = {
             "kind": KIND,
+            "words_weight": self.weight if self.words is not None else None,
             "max_tokens": self.encoder.max_tokens,
             "length_levels": LEVELS.tolist(),
             "length_edges": self.lengths.edges.tolist(),
@@ -158,7 +176,11 @@ class TransformerRanker(Ranker):
             tables = [np.array(card[f"length_{part}"], dtype=np.float64) for part in ("edges", "quantiles", "means")]
             lengths = LengthMap(*tables)
             max_tokens = int(card["max_tokens"])
+            weight = card.get("words_weight")
+            if weight is not None and not np.isfinite(weight := float(weight)):
+                raise ValueError("the weight of its words is no number")
             metadata = {str(key): str(value) for key, value in card["metadata"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, FourfoldError) as error:
             raise FourfoldError(f"{card_file} cannot be used", why=str(error), fix=_FIX) from None
-        return cls(Encoder(folder, device=device, max_tokens=max_tokens), lengths, metadata)
+        words = None if weight is None else NgramRanker.load(folder / WORDS)
+        return cls(Encoder(folder, device=device, max_tokens=max_tokens), lengths, metadata, words, weight or 0.0)

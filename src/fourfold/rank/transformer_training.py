@@ -14,6 +14,7 @@ from fourfold.errors import FourfoldError
 from fourfold.rank.corpora import Example
 from fourfold.rank.lengthmap import LengthMap
 from fourfold.rank.metrics import kendall_tau
+from fourfold.rank.ngram import NgramRanker
 from fourfold.rank.training import Progress, Report, report
 from fourfold.rank.transformer import Encoder, TransformerRanker
 
@@ -72,6 +73,14 @@ def has_bf16(device: str) -> bool:
 
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # of no public name, so they may go
     return device != "cpu" or any(getattr(torch.cpu, name, bool)() for name in names)
+
+
+def best_weight(scores: F64, beside: F64, lengths: F64) -> float:
+    """Weight of the embedded ranker's scores with which the sum has the highest tau on the validation prompts."""
+    if scores.std() == 0.0 or beside.std() == 0.0:
+        return 0.0
+    weights = np.array([0.0, 0.25, 0.5, 0.75, 1.0, 1.5]) * scores.std() / beside.std()
+    return float(max(weights, key=lambda weight: kendall_tau(scores + weight * beside, lengths)))
 
 
 def train_transformer(
@@ -167,13 +176,18 @@ def train_transformer(
             raise FourfoldError(
                 "training diverged", why="scores or gradients are no finite numbers", fix="lower the learning rate"
             )
-        fitted = LengthMap.fit(final, valid_lengths)
         held_scores = encoder.scores(encoder.tokens([e.prompt for e in held]))
+    words = NgramRanker.load()
+    beside = words.score([e.prompt for e in valid])
+    weight = best_weight(final, beside, valid_lengths)
+    fitted = LengthMap.fit(final + weight * beside, valid_lengths)
+    held_scores = held_scores + weight * words.score([e.prompt for e in held])
     result = report(held_scores, fitted, np.array([e.length for e in held], dtype=np.float64))
     metadata = {
         "data": source,
         "rows": f"{len(train)} train, {len(valid)} validation, {len(held)} held out",
         "loss": f"ListMLE, lists of {o.list_size}, seed {o.seed}, {o.epochs} epochs at {o.rate:g}",
+        "words_weight": f"{weight:.4g}",
         "held_out_tau": f"{result.tau:.4f}",
     }
-    return TransformerRanker(encoder, fitted, metadata), result
+    return TransformerRanker(encoder, fitted, metadata, words, weight), result
