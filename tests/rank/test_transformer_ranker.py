@@ -105,16 +105,17 @@ def test_it_loads_from_its_directory_and_batches_agree(trained):
 
 
 def test_the_embedded_ranker_is_part_of_it(trained, tmp_path):
-    ranker, _, folder, _ = trained
+    ranker, words = trained[0], NgramRanker.load()
+    both = TransformerRanker(ranker.encoder, ranker.lengths, {}, words, 0.5)
     prompts = [e.prompt for e in _examples(20, 3)]
     alone = ranker.encoder.scores(ranker.encoder.tokens(prompts))
-    assert ranker.score(prompts) == pytest.approx(alone + ranker.weight * NgramRanker.load().score(prompts))
-    (tmp_path / "ranker").mkdir()
-    for file in folder.iterdir():
-        (tmp_path / "ranker" / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "ranker" / WORDS).unlink()
+    assert both.score(prompts) == pytest.approx(alone + 0.5 * words.score(prompts))
+    assert ranker.score(prompts) == pytest.approx(alone + ranker.weight * words.score(prompts))
+    folder = both.save(tmp_path / "ranker")
+    assert TransformerRanker.load(folder).score(prompts) == pytest.approx(both.score(prompts), abs=1e-4)
+    (folder / WORDS).unlink()
     with pytest.raises(FourfoldError, match="no ranker file"):
-        TransformerRanker.load(tmp_path / "ranker")
+        TransformerRanker.load(folder)
 
 
 def test_the_weight_beside_it_is_what_helps():

@@ -33,6 +33,7 @@ class Plan:
             the 20 MiB of the plain demo; shorter answers in a smaller cache wait the same, but not so long.
         max_len: context of the servers, tokens.
         prompt_tokens, answer_tokens: longest prompt and answer that are taken from ShareGPT.
+        min_answer_tokens: the shortest answer.
         cut_answers: longer answers are cut, else their conversations left out.
         seconds: the time over which requests arrive.
         overload: offered output tokens a second, as a multiple of what 8 requests at once get from this machine.
@@ -45,6 +46,7 @@ class Plan:
     max_len: int = 512
     prompt_tokens: int = 160
     answer_tokens: int = 128
+    min_answer_tokens: int = 32
     cut_answers: bool = True
     seconds: float = 36.0
     overload: float = 1.0
@@ -64,6 +66,7 @@ ORDERED = Plan(
     max_len=2048,
     prompt_tokens=1024,
     answer_tokens=1024,
+    min_answer_tokens=4,
     cut_answers=False,
     overload=5.0,
     min_requests=60,

@@ -86,16 +86,16 @@ def read_material(task: Task, folder: Path) -> Material:
         prompts = [prompt for prompt in prompts if prompt_hash(prompt.text) < HELD_OUT]
     requests = select(
         prompts,
-        task.num_prompts or task.plan.max_requests,
+        task.num_prompts or plan.max_requests,
         encoder(words),
         renderer(words),
         max_model_len=plan.max_len,
         max_prompt_tokens=plan.prompt_tokens,
         max_output_tokens=plan.answer_tokens,
-        min_output_tokens=32 if plan.cut_answers else 4,
+        min_output_tokens=plan.min_answer_tokens,
         cut_answers=plan.cut_answers,
     )
-    windows = cut_windows(words, read_text(task.text), task.plan.windows, task.plan.window_tokens)
+    windows = cut_windows(words, read_text(task.text), plan.windows, plan.window_tokens)
     check_room(folder, windows, len(words))
     return Material(requests, windows)
 

@@ -142,7 +142,7 @@ class TransformerRanker(Ranker):
             self.words.save(folder / WORDS)
         card = {
             "kind": KIND,
-            "words_weight": self.weight if self.words is not None else None,
+            "words_weight": self.weight,
             "max_tokens": self.encoder.max_tokens,
             "length_levels": LEVELS.tolist(),
             "length_edges": self.lengths.edges.tolist(),
@@ -176,11 +176,11 @@ class TransformerRanker(Ranker):
             tables = [np.array(card[f"length_{part}"], dtype=np.float64) for part in ("edges", "quantiles", "means")]
             lengths = LengthMap(*tables)
             max_tokens = int(card["max_tokens"])
-            weight = card.get("words_weight")
-            if weight is not None and not np.isfinite(weight := float(weight)):
+            weight = float(card.get("words_weight", 0.0))
+            if not np.isfinite(weight):
                 raise ValueError("the weight of its words is no number")
             metadata = {str(key): str(value) for key, value in card["metadata"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, FourfoldError) as error:
             raise FourfoldError(f"{card_file} cannot be used", why=str(error), fix=_FIX) from None
-        words = None if weight is None else NgramRanker.load(folder / WORDS)
-        return cls(Encoder(folder, device=device, max_tokens=max_tokens), lengths, metadata, words, weight or 0.0)
+        words = NgramRanker.load(folder / WORDS) if weight else None
+        return cls(Encoder(folder, device=device, max_tokens=max_tokens), lengths, metadata, words, weight)

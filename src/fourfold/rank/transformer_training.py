@@ -187,7 +187,6 @@ def train_transformer(
         "data": source,
         "rows": f"{len(train)} train, {len(valid)} validation, {len(held)} held out",
         "loss": f"ListMLE, lists of {o.list_size}, seed {o.seed}, {o.epochs} epochs at {o.rate:g}",
-        "words_weight": f"{weight:.4g}",
         "held_out_tau": f"{result.tau:.4f}",
     }
-    return TransformerRanker(encoder, fitted, metadata, words, weight), result
+    return TransformerRanker(encoder, fitted, metadata, words if weight else None, weight), result
