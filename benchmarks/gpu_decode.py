@@ -114,6 +114,46 @@ def store_rows(bandwidth: float, device: torch.device) -> list[dict[str, float]]
     return rows
 
 
+def step_rows(device: torch.device) -> list[dict[str, float]]:
+    """µs of one layer of a serving step, store and attention: 320 decodes of 100 to 760 tokens, alone and beside a
+    prompt of 181 tokens (ShareGPT's means at 64 requests a second)."""
+    decodes, prompt = 320, 181
+    shape = Shape(decodes + 1, 768)
+    pages = Pages(shape, device, cold=1200 << 20)
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(100, 761, (decodes + 1,), generator=generator)
+    lengths[-1] = prompt
+    params = random_params(shape, device)
+    packed = pack_params(params, torch.bfloat16, device)
+    scale = shape.head_size**-0.5
+    decode = Decode(shape.layout, shape.heads, scale=scale, dtype=torch.bfloat16, device=device)
+    rows = []
+    for chunk in (0, prompt):
+        batch, tokens = decodes + (chunk > 0), decodes + chunk
+        start = torch.tensor([*range(decodes + 1), *([tokens] if chunk else [])], dtype=torch.int32, device=device)
+        cut = decode.cut(batch, tokens, 1) if not chunk else decode.cut(batch, tokens, usual=1)
+        plan = decode.plan(lengths[:batch].int().to(device), start, cut)
+        pages.query = torch.randn(tokens, shape.heads, shape.head_size, device=device).bfloat16()
+        out = torch.full_like(pages.query, float("nan"))
+        scratch = torch.empty(decode.scratch_bytes(cut), dtype=torch.uint8, device=device)
+        decode(pages.query, pages.cache, pages.tables[0], plan, packed, out, scratch)
+        for b in (0, decodes - 1):
+            truth = reference(pages, shape, b, pages.tables[0], params, scale, length=int(lengths[b]))
+            if not (worst := error(out[b : b + 1], truth)) <= TOLERANCE:
+                sys.exit(f"fourfold is wrong in a step: relative error {worst}")
+        key, value = (torch.randn(tokens, 8, 128, device=device).bfloat16() for _ in range(2))
+        slots = torch.randperm(pages.cache.shape[0] * shape.block_size, device=device)[:tokens].clone()
+        at = torch.arange(tokens, device=device)
+
+        def layer(table: torch.Tensor) -> None:
+            store(key, value, pages.cache, slots, at, shape.layout, packed)  # noqa: B023
+            decode(pages.query, pages.cache, table, plan, packed, out, scratch, after_store=True)  # noqa: B023
+
+        us = graph_us([lambda t=t: layer(t) for t in pages.tables])  # type: ignore[misc]
+        rows.append({"decodes": decodes, "prompt": chunk, "us": us, "stages": cut.tiling.stages})
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
@@ -137,6 +177,9 @@ def main() -> None:
     stores = store_rows(bandwidth, device)
     for line in stores:
         print("store", {k: round(v, 2) for k, v in line.items()})
+    steps = step_rows(device)
+    for line in steps:
+        print("layer of a step", {k: round(v, 2) for k, v in line.items()})
     missing = {name: why for name in RIVALS if (why := unavailable(name)) is not None}
     for name, why in missing.items():
         print(f"not timed: {name} ({why})")
@@ -147,6 +190,7 @@ def main() -> None:
             "copy_bytes_per_s": bandwidth,
             "rows": rows,
             "store": stores,
+            "step": steps,
             "missing": missing,
         },
     )

@@ -15,6 +15,7 @@ from kernel_cases import make_params
 from fourfold.kernels.cuda import pack
 from fourfold.kernels.cuda.compile import compile_cubin
 from fourfold.kernels.cuda.decode import choose_tiling
+from fourfold.kernels.cuda.store import share
 from fourfold.layout import HEAD_SIZES, PageLayout
 
 
@@ -49,20 +50,36 @@ def test_packed_factor_holds_the_unit_triangle():
     unit = factor / diagonal[:, :, None]
     tile, block, g, q, b, x = 3, 2, 5, 1, 1, 0
     assert packed[1, tile, block, 4 * g + q, 2 * b + x] == unit[1, 8 * tile + g, 16 * block + 8 * b + 2 * q + x].half()
-    assert corner[1, 2, 9, 3, 0] == unit[1, 32 + 6, 32 + 9]  # column 9, lane 3: row 6
-    assert corner[1, 2, 9, 3, 2] == 0  # row 14 is not before column 9
-    torch.testing.assert_close(weight, diagonal.square())
+    assert corner[1, 2, 9, 3, 0].tolist() == [unit[1, 32 + 6, 32 + 9].half()] * 2  # column 9, lane 3: row 6, twice
+    assert corner[1, 2, 9, 3, 2].tolist() == [0, 0]  # row 14 is not before column 9
+    assert corner[1, 2, 9, 0, 2].tolist() == [0, 0]  # row 8 is of the same pair: among the weights
+    assert weight[1, 20, 2].tolist() == [unit[1, 40, 41].half()] * 2
+    squared = diagonal.square() / diagonal.square().amax(1, keepdim=True) / 256
+    torch.testing.assert_close(weight[:, :, :2, 1].flatten(1), squared.half())
 
 
 @pytest.mark.parametrize("limit", [100 << 10, 164 << 10, 228 << 10])
 @pytest.mark.parametrize("size", HEAD_SIZES)
 def test_tilings_fit_the_multiprocessor(size, limit):
     layout = PageLayout(16, 1, size, size)
-    for rows, warps, mixed in itertools.product((1, 4, 8, 9, 16, 24, 32, 64, 1000), (1, 4, 8), (False, True)):
-        tiling = choose_tiling(layout, rows, limit, warps, mixed)
+    for rows, warps in itertools.product((1, 4, 8, 9, 16, 24, 32, 64, 1000), (1, 4, 8)):
+        tiling = choose_tiling(layout, rows, limit, warps)
         assert tiling.blocks * (tiling.shared(layout) + 1024) <= limit
         assert tiling.stages >= 2
         assert 1 <= tiling.row_tiles <= 3
+
+
+@pytest.mark.parametrize("cost", [1.0, 2.4])
+@pytest.mark.parametrize("slots", [1, 2, 8, 33, 264])
+def test_blocks_of_keys_and_values_run_at_once(slots, cost):
+    for units in (1, 2, 5, 64, 1000):
+        keys, values = share(units, slots, cost)
+        assert keys >= 1
+        assert values >= 1
+        assert keys + values <= max(slots, 2)
+        assert keys >= values or cost == 1.0
+        assert max(keys, values) <= units
+    assert share(64, 33, 2.4) == (22, 11)  # three pieces of keys, six of values
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)])
@@ -79,6 +96,6 @@ def test_every_kernel_compiles(capability):
         ("decode", tiling),
         ("decode", {**tiling, "NW": 1}),
         ("decode", {**tiling, "NW": 8, "MINB": 1}),
-        ("store", {"METRIC_KEYS": 1, "TABLES_SHARED": 1}),
+        ("store", {"METRIC_KEYS": 1, "TABLES_SHARED": 1, "KEY_CLIP": 907, "VALUE_CLIP": 907}),
     ):
         assert compile_cubin(name, common | more, capability)[:4] == b"\x7fELF"

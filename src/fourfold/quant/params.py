@@ -20,14 +20,27 @@ plane, here for activations), and the scale is fitted in the same metric.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 
 import torch
 
 from fourfold.quant.rotation import rotation
 
-CLIPS = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6)
-"""Candidate scales, as fractions of the row's absolute maximum over the zero point."""
+
+def middle_clip(head_size: int) -> float:
+    """The clip that is best on the mean: a scale, as a fraction of the row's absolute maximum over the zero point.
+
+    A rotated row is nearly normal.  The best range of 16 levels is then 2.5 standard deviations whatever the size, and
+    the largest of D elements grows with log D.
+    """
+    return round(0.88 - 0.04 * math.log2(head_size / 128), 3)
+
+
+def clips(head_size: int) -> tuple[float, float, float]:
+    """Candidates of plain rounding.  More of them do not lower the error (0.100 of a normal row at D = 128)."""
+    middle = middle_clip(head_size)
+    return middle + 0.08, middle, middle - 0.08
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +81,11 @@ class LayerParams:
     def value_matrix(self) -> torch.Tensor:
         """[Dv, Dv] rotation of values; the same for every head and layer, so no file holds it."""
         return rotation(self.head_size_v, seed=1).to(torch.float32)
+
+    @property
+    def key_clips(self) -> tuple[float, ...]:
+        """Candidates for a key's scale: in the metric of the queries the middle one is as good as the best of all."""
+        return (middle_clip(self.head_size),) if self.query_factor.numel() else clips(self.head_size)
 
     @property
     def feedback(self) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from fourfold.errors import FourfoldError
 from fourfold.kernels.cpu.binding import DTYPES, Call, library
 from fourfold.layout import PageLayout
-from fourfold.quant.params import CLIPS, LayerParams
+from fourfold.quant.params import LayerParams, clips
 
 MAX_GROUP = 64
 """Query heads per KV head: ROWS of plan.h, the rows of one work item."""
@@ -79,7 +79,8 @@ class CpuLayer:
             "sink_value": params.sink_value,
             "feedback": params.feedback,
             "metric": params.metric,
-            "clips": torch.tensor(CLIPS, dtype=torch.float32),
+            "key_clips": torch.tensor(params.key_clips),
+            "value_clips": torch.tensor(clips(params.head_size_v)),
         }
         self._call = Call(
             heads=num_heads,
@@ -92,7 +93,8 @@ class CpuLayer:
             v_codes=layout.v_codes_offset,
             k_scales=layout.k_scales_offset,
             v_scales=layout.v_scales_offset,
-            clip_count=len(CLIPS),
+            key_clip_count=len(params.key_clips),
+            value_clip_count=len(clips(params.head_size_v)),
             soft_cap=soft_cap,
             window=window,
             raw=int(raw),

@@ -26,7 +26,7 @@ _INTEGERS_BEFORE = "tokens sequences heads kv_heads head_size head_size_v block_
 _STRIDES = "page_stride head_stride v_codes k_scales v_scales"
 _MATRICES = (
     "key_centre key_matrix query_matrix value_centre value_matrix value_inverse "
-    "sink_key sink_value feedback metric clips"
+    "sink_key sink_value feedback metric key_clips value_clips"
 )
 
 
@@ -45,7 +45,8 @@ class Call(ctypes.Structure):
         *((n, ctypes.c_void_p) for n in ("query", "key", "value", "output")),
         *((f"{n}_stride", ctypes.c_int64) for n in ("query", "key", "value", "output")),
         *((n, ctypes.c_void_p) for n in _MATRICES.split()),
-        ("clip_count", ctypes.c_int64),
+        ("key_clip_count", ctypes.c_int64),
+        ("value_clip_count", ctypes.c_int64),
         ("soft_cap", ctypes.c_float),
         ("window", ctypes.c_int64),
         ("raw", ctypes.c_int64),

@@ -83,7 +83,8 @@ class Layer {
         const float* feedback = shaped ? c.feedback + (size_t)h * D * D : nullptr;
         const float* metric = shaped ? c.metric + (size_t)h * D * D : nullptr;
         uint8_t* codes = page + (is_key ? 0 : c.v_codes) + slot * (D / 2);
-        const uint16_t scale = quantise_row(y[r], D, c.clips, (int)c.clip_count, feedback, metric, codes);
+        const uint16_t scale = quantise_row(y[r], D, is_key ? c.key_clips : c.value_clips,
+                                            (int)(is_key ? c.key_clip_count : c.value_clip_count), feedback, metric, codes);
         std::memcpy(page + (is_key ? c.k_scales : c.v_scales) + 2 * slot, &scale, 2);
       }
     }

@@ -44,8 +44,9 @@ struct ff_call {
   const float* sink_value;       // [HK, DV]
   const float* feedback;         // [HK, D, D]   LayerParams.feedback, or null: plain rounding of keys
   const float* metric;           // [HK, D, D]   LayerParams.metric, or null
-  const float* clips;            // [clip_count] candidates, fractions of the absolute maximum
-  int64_t clip_count;
+  const float* key_clips;        // [key_clip_count] candidates, fractions of the absolute maximum
+  const float* value_clips;      // [value_clip_count]
+  int64_t key_clip_count, value_clip_count;
   // attention
   float soft_cap;                // 0: none
   int64_t window;                // sliding window in tokens, 0: none

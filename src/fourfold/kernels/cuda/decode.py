@@ -126,7 +126,7 @@ class Decode:
         self.multiprocessors = properties.multi_processor_count
         self.shared_limit = properties.shared_memory_per_multiprocessor
         self.bf16 = int(dtype == torch.bfloat16)
-        self._tilings: dict[tuple[int, int, bool], Tiling] = {}
+        self._tilings: dict[tuple[int, int], Tiling] = {}
 
     def cut(self, batch: int, tokens: int, max_query: int = ANY, usual: int | None = None) -> Cut:
         """The cut for ``batch`` sequences with ``tokens`` query tokens in all.
@@ -146,18 +146,18 @@ class Decode:
             warps = 8
         elif tiles * heads > self.multiprocessors * tiling.blocks:
             warps = 1
-        tiling = self._tiling(rows, warps, max_query > queries)
+        tiling = self._tiling(rows, warps)
         # A chunk's tiles are many and short.  Measured with 320 decodes and a prompt of 181 tokens: 90 µs with 0, 77
         # with 1, 76 with 2; a batch of decodes alone is indifferent.
         extra = 2 if tiling.warps == 1 and max_query > queries else 0
         runs = max(self.multiprocessors * tiling.blocks // heads, 1)
         return Cut(tokens, queries, tiles, runs, tiling, extra)
 
-    def _tiling(self, rows: int, warps: int = 4, chunks_too: bool = False) -> Tiling:
-        found = self.forced_tiling or self._tilings.get((rows, warps, chunks_too))
+    def _tiling(self, rows: int, warps: int = 4) -> Tiling:
+        found = self.forced_tiling or self._tilings.get((rows, warps))
         if found is None:
-            found = choose_tiling(self.layout, rows, self.shared_limit, warps, chunks_too)
-            self._tilings[rows, warps, chunks_too] = found
+            found = choose_tiling(self.layout, rows, self.shared_limit, warps)
+            self._tilings[rows, warps] = found
         return found
 
     def plan(

@@ -67,7 +67,7 @@ class PackedParams:
         sink_key: [HK, 32 chunks] float32 in the query operand's order; sink_value: [HK, Dv] float32.
         sink: whether position 0 has its own centre.
         factor, corner, weight: ``LayerParams.query_factor`` for store.cu (empty without): the unit upper triangular
-            factor U in fp16 operand order, its diagonal blocks, the squared diagonal; see ``pack_factor``.
+            factor U in fp16 operand order, its diagonal blocks, weights; see ``pack_factor``.
     """
 
     dtype: torch.dtype
@@ -112,8 +112,11 @@ def pack_factor(query_factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor,
 
     Returns:
         factor [HK, D / 8 tiles, D / 16 blocks, 32 lanes, 4] float16: lane 4 g + q of tile j and block k holds columns
-        16 k + 2 q, + 1, + 8, + 9 of row 8 j + g of U; corner [HK, D / 16, 16, 4, 4] float32: for column k of a diagonal
-        block and lane q, rows 2 q, + 1, + 8, + 9, zero unless before k; weight [HK, D] float32.
+        16 k + 2 q, + 1, + 8, + 9 of row 8 j + g of U.
+        corner [HK, D / 16, 16, 4, 4, 2] float16: for column k of a diagonal block and lane q, rows 2 q, + 1, + 8, + 9,
+        each twice; zero unless before k, and for an odd column in the row just before it, which is in ``weight``.
+        weight [HK, D / 2, 4, 2] float16: for a pair of elements their squared diagonals (the head's largest is 1 / 256)
+        and U between them, each twice, and zeros.
     """
     if not query_factor.numel():
         return torch.zeros(0), torch.zeros(0), torch.zeros(0)
@@ -123,10 +126,23 @@ def pack_factor(query_factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor,
     # columns 16 k + 8 b + 2 q + x -> [head, tile, g, block, b, q, x] -> [head, tile, block, g, q, b, x]
     split = unit.view(heads, size // 8, 8, size // 16, 2, 4, 2).permute(0, 1, 3, 2, 5, 4, 6)
     factor = split.reshape(heads, size // 8, size // 16, 32, 4).to(torch.float16).contiguous()
-    blocks = torch.stack([unit[:, i : i + 16, i : i + 16].triu(1) for i in range(0, size, 16)], 1)
+    even = torch.arange(0, size, 2)
+    between = unit[:, even, even + 1]
+    before = unit.triu(1)
+    before[:, even, even + 1] = 0
+    blocks = torch.stack([before[:, i : i + 16, i : i + 16] for i in range(0, size, 16)], 1)
     # rows 8 b + 2 q + x of a block -> [head, block, column, q, b, x]
     corner = blocks.view(heads, size // 16, 2, 4, 2, 16).permute(0, 1, 5, 3, 2, 4)
-    return factor, corner.reshape(heads, size // 16, 16, 4, 4).contiguous(), diagonal.square().contiguous()
+    corner = corner.reshape(heads, size // 16, 16, 4, 4)
+    squared = diagonal.square()
+    squared = squared / squared.amax(1, keepdim=True) / 256
+    weight = torch.stack([squared[:, ::2], squared[:, 1::2], between, torch.zeros_like(between)], -1)
+    return factor, _twice(corner), _twice(weight)
+
+
+def _twice(x: torch.Tensor) -> torch.Tensor:
+    """[..., 2] float16, for instructions on two halves."""
+    return x.to(torch.float16)[..., None].repeat_interleave(2, -1).contiguous()
 
 
 def pack_params(params: LayerParams, dtype: torch.dtype, device: torch.device | str) -> PackedParams:

@@ -1,11 +1,11 @@
 // Quantise and store: k' = k Wk + bias and v' = v R + bias, scale search, 4-bit codes, into the pages; one launch.
 //
 // Compile-time: D, DV, PS (block size), SINK (position 0 has its own bias), METRIC_KEYS (round keys in the metric of the queries),
-// TABLES_SHARED (its factor fits in shared memory), ACT_BF16.
-// grid.y: KV heads of keys, then of values.  A warp takes 16 tokens; lane (g, q) holds elements 8 j + 2 q, + 1 of rows
-// g and g + 8, so that elements e and e + D/2 of a byte meet in one lane.
+// TABLES_SHARED (its factor fits in shared memory), KEY_CLIP, VALUE_CLIP (the middle clip, in thousandths), ACT_BF16.
+// grid.x: blocks of keys, then of values; grid.y: KV heads.  A warp takes 16 tokens; lane (g, q) holds elements 8 j + 2 q, + 1
+// of rows g and g + 8, so that elements e and e + D/2 of a byte meet in one lane.
 // Rows are scaled to [-1, 1] in fp16.  Two fused multiply-adds (one saturating) leave a code in the low byte of each half;
-// sums over bytes (dp4a) of x c and of c (15 - c) give the squared error of each of six clips and the least-squares refit.
+// sums over bytes (dp4a) of x c and of c (15 - c) give the squared error of each of three clips and the least-squares refit.
 // So a code may differ from the codec's where its element lies within 1% of a step of the middle between two codes.
 #include "project.h"
 
@@ -15,19 +15,20 @@ struct Args {
   u8* cache; i64 page_stride, head_stride;                         // bytes
   const uint4* wk; const uint4* wv;                                // packed [HK, ..], and one matrix for all heads
   const float* key_bias; const float* value_bias;                  // [2, HK, D], [2, HK, DV]: all positions; position 0
-  const uint2* factor; const float4* corner; const float* weight;   // METRIC_KEYS: packed by pack.py
-  int tokens, kv_heads, block_tokens;                              // tokens a block takes at once: 16 a warp, up to 128
+  const uint2* factor; const uint4* corner; const uint4* weight;    // METRIC_KEYS: packed by pack.py
+  int tokens, kv_heads, block_tokens, key_blocks;                  // tokens a block takes at once: 16 a warp, up to 128
 };
 
 DEV u32 fma_half2(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+DEV u32 add_half2(u32 a, u32 b) { u32 r; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DEV u32 sub_half2(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DEV u32 mul_half2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DEV u32 fma_sat_half2(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.sat.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DEV int dot4(u32 a, u32 b, int c) { int r; asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DEV float quad_sum(float v) { v += __shfl_xor_sync(FULL, v, 1); return v + __shfl_xor_sync(FULL, v, 2); }
 
 // a constant that stays in a register: a half2 instruction takes one immediate only
 template <u32 V> DEV u32 constant() { u32 r; asm volatile("mov.b32 %0, %1;" : "=r"(r) : "n"(V)); return r; }
-
-DEV float kept(float v) { asm volatile("" : "+f"(v)); return v; }
 
 // Lane q of four holds 16-bit numbers j = 0, 1 in `a` and 2, 3 in `b`; returns number q of all four lanes in their order.
 DEV uint2 quad_transpose(u32 a, u32 b, int q) {
@@ -44,88 +45,80 @@ DEV u32 four_codes(u32 y0, u32 y1, u32 gain, u32 half, u32 fifteen, u32 magic) {
   return __byte_perm(fma_half2(fma_sat_half2(y0, gain, half), fifteen, magic), fma_half2(fma_sat_half2(y1, gain, half), fifteen, magic), 0x6420);
 }
 
-// A row of which this lane holds x[j][2h], x[j][2h + 1], scaled to [-1, 1].
-template <int TILES> struct Row {
-  u32 y[TILES];                    // in fp16
-  float peak, clip;                // largest absolute value; the best clip
-  float dot, den;                  // with that clip: sum of 127 y (code - 7.5) and of (code - 7.5)^2 over this lane
+// Rows g and g + 8, scaled by gain / (largest absolute value), in fp16; x[j][2h], x[j][2h + 1] are this lane's of row h.
+template <int TILES> struct Rows {
+  u32 y[2][TILES];
+  float peak[2];
 
-  DEV void scale(const float (&x)[TILES][4], int h) {
-    peak = 1e-8f;
+  DEV void scale(const float (&x)[TILES][4], float gain) {
 #pragma unroll
-    for (int j = 0; j < TILES; j++) peak = fmaxf(peak, fmaxf(fabsf(x[j][2 * h]), fabsf(x[j][2 * h + 1])));
-    peak = fmaxf(peak, __shfl_xor_sync(FULL, peak, 1)); peak = fmaxf(peak, __shfl_xor_sync(FULL, peak, 2));
-    const float norm = __fdividef(1.f, peak);
+    for (int h = 0; h < 2; h++) {
+      float p = 1e-8f;
 #pragma unroll
-    for (int j = 0; j < TILES; j++) y[j] = pack_half(x[j][2 * h] * norm, x[j][2 * h + 1] * norm);
-  }
-  // code words j hold the codes of tiles j and j + TILES / 2
-  DEV void round(u32 (&codes)[TILES / 2]) const {
-    const u32 half = constant<0x38003800u>(), fifteen = constant<0x4B804B80u>(), magic = constant<0x64006400u>();
-    const float inverse = __fdividef(0.5f, clip);
-    const u32 gain = pack_half(inverse, inverse);
+      for (int j = 0; j < TILES; j++) p = fmaxf(p, fmaxf(fabsf(x[j][2 * h]), fabsf(x[j][2 * h + 1])));
+      p = fmaxf(p, __shfl_xor_sync(FULL, p, 1)); peak[h] = p = fmaxf(p, __shfl_xor_sync(FULL, p, 2));
+      const float norm = __fdividef(gain, p);
 #pragma unroll
-    for (int j = 0; j < TILES / 2; j++) codes[j] = four_codes(y[j], y[j + TILES / 2], gain, half, fifteen, magic);
+      for (int j = 0; j < TILES; j++) y[h][j] = pack_half(x[j][2 * h] * norm, x[j][2 * h + 1] * norm);
+    }
   }
 };
 
-// The best of six clips for two rows at once: two independent chains hide each other's latencies.
-template <int TILES> DEV void search(Row<TILES> (&row)[2]) {
-  const u32 ones = constant<0x01010101u>();
-  u32 y8[2][TILES / 2];
-  int total[2] = {0, 0};
+// Plain rounding of a row y in [-1, 1] with the best of three clips.  Word j of `codes` holds those of tiles j and
+// j + TILES / 2; the return value is the scale over the peak, fitted by least squares.
+template <int TILES> DEV float round_plain(u32* codes, const u32 (&y)[TILES], float middle) {
+  const u32 ones = constant<0x01010101u>(), half = constant<0x38003800u>(), fifteen = constant<0x4B804B80u>(), magic = constant<0x64006400u>();
+  u32 gain[3], w[3][TILES / 2];
+  float clip[3];
+  int total = 0, d4[3] = {0, 0, 0}, n4[3] = {0, 0, 0};
 #pragma unroll
-  for (int j = 0; j < TILES / 2; j++)  // 127 y as signed bytes: 0x6600 is 1536, with unit steps
+  for (int i = 0; i < 3; i++) {
+    clip[i] = middle + 0.08f * (1 - i);
+    gain[i] = pack_half(0.5f / clip[i], 0.5f / clip[i]);
+  }
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      y8[h][j] = __byte_perm(fma_half2(row[h].y[j], 0x57F057F0u, 0x66006600u), fma_half2(row[h].y[j + TILES / 2], 0x57F057F0u, 0x66006600u), 0x6420);
-      total[h] = dot4(y8[h][j], ones, total[h]);
-    }
-  float best[2] = {3e38f, 3e38f};
-  const u32 half = constant<0x38003800u>(), fifteen = constant<0x4B804B80u>(), magic = constant<0x64006400u>();
-#pragma unroll 1
-  for (float c = 1.f; c > 0.55f; c -= 0.08f) {
-    const float inverse = __fdividef(0.5f, c), step = c * (1.f / 7.5f);
-    const u32 gain = pack_half(inverse, inverse);
-    int d4[2] = {0, 0}, n4[2] = {0, 0};
+  for (int j = 0; j < TILES / 2; j++) {  // 127 y as signed bytes: 0x6600 is 1536, with unit steps
+    const u32 y8 = __byte_perm(fma_half2(y[j], 0x57F057F0u, 0x66006600u), fma_half2(y[j + TILES / 2], 0x57F057F0u, 0x66006600u), 0x6420);
+    total = dot4(y8, ones, total);
 #pragma unroll
-    for (int j = 0; j < TILES / 2; j++)
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const u32 w = four_codes(row[h].y[j], row[h].y[j + TILES / 2], gain, half, fifteen, magic);
-        d4[h] = dot4(y8[h][j], w, d4[h]); n4[h] = dot4(w, w ^ 0x0F0F0F0Fu, n4[h]);
-      }
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const float d = (float)d4[h] - 7.5f * (float)total[h], n = 56.25f * (2 * TILES) - (float)n4[h];
-      const float error = quad_sum(step * (step * n - (2.f / 127.f) * d));
-      if (error < best[h]) { best[h] = error; row[h].clip = c; row[h].dot = d; row[h].den = n; }
+    for (int i = 0; i < 3; i++) {
+      w[i][j] = four_codes(y[j], y[j + TILES / 2], gain[i], half, fifteen, magic);
+      d4[i] = dot4(y8, w[i][j], d4[i]); n4[i] = dot4(w[i][j], w[i][j] ^ 0x0F0F0F0Fu, n4[i]);
     }
   }
+  float d[3], n[3], error[3];  // sums of 127 y (code - 7.5) and of (code - 7.5)^2 over this lane
+#pragma unroll
+  for (int i = 0; i < 3; i++) {
+    const float step = clip[i] * (1.f / 7.5f);
+    d[i] = (float)d4[i] - 7.5f * (float)total; n[i] = 56.25f * (2 * TILES) - (float)n4[i];
+    error[i] = quad_sum(step * (step * n[i] - (2.f / 127.f) * d[i]));
+  }
+  const bool second = error[1] < error[0], third = error[2] < fminf(error[0], error[1]);
+#pragma unroll
+  for (int j = 0; j < TILES / 2; j++) codes[j] = third ? w[2][j] : second ? w[1][j] : w[0][j];
+  const float dot = quad_sum(third ? d[2] : second ? d[1] : d[0]), den = quad_sum(third ? n[2] : second ? n[1] : n[0]);
+  return fmaxf(__fdividef(dot, 127.f * den), 0.f);
 }
-
-DEV float2 lds_float2(u32 a) { float2 v; asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(a)); return v; }
-DEV float4 lds_float4(u32 a) { float4 v; asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(a)); return v; }
 
 // Tables of the sequential rounding in shared memory, bytes: the factor (if it fits), corners, weights
 template <int TILES> struct Tables {
-  static constexpr int FACTOR = TABLES_SHARED ? TILES * TILES / 2 * 256 : 0, CORNER = TILES / 2 * 1024, WEIGHT = TILES * 32;
+  static constexpr int FACTOR = TABLES_SHARED ? TILES * TILES / 2 * 256 : 0, CORNER = TILES / 2 * 1024, WEIGHT = TILES * 64;
 };
 
-// Sequential rounding of 16 rows in the metric of the queries (codec.py): from the last element to the first, the error e
-// (in steps) of each element is carried into the elements before it, f_i = sum_{k > i} U_ik e_k with U unit upper
-// triangular.  Sums over later blocks of 16 run on the matrix unit; inside a block the four lanes of a row take turns.
-// With a = U x and c = a - (e + f), in steps, the fitted scale is <a, c> / <c, c>, weighted by the squared diagonal.
-template <int TILES> DEV void round_in_metric(u32 (&codes)[TILES], float (&fitted)[2], const Row<TILES> (&row)[2], const uint2* factor, u32 tables, int lane) {
-  const u32 corner = tables + Tables<TILES>::FACTOR + 16 * (lane & 3), weight = tables + Tables<TILES>::FACTOR + Tables<TILES>::CORNER + 8 * (lane & 3);
+// Sequential rounding of 16 rows, in steps, in the metric of the queries (codec.py): from the last element to the first, the
+// error e of each element is carried into the elements before it, f_i = sum_{k > i} U_ik e_k with U unit upper triangular.
+// Sums over later blocks of 16 run on the matrix unit; inside a block the four lanes of a row take turns, two elements each,
+// in half2: both rows at once.  Code words 2 b + i: row g in the low half, row g + 8 in the high half, one code a byte.
+// Each lane computes its elements in every turn; they are final once its turn has come and stay the same after.
+// With z = U c, c = code - 7.5, and r = e + f the fitted scale is 1 + <r, z> / <z, z> steps, weighted by the squared diagonal.
+template <int TILES> DEV void round_in_metric(u32 (&codes)[TILES], float (&fitted)[2], const Rows<TILES>& row, const uint2* factor, u32 tables, int lane) {
+  const u32 corner = tables + Tables<TILES>::FACTOR + 16 * (lane & 3), weight = tables + Tables<TILES>::FACTOR + Tables<TILES>::CORNER + 16 * (lane & 3);
   tables += 8 * lane; factor += lane;
-  const float step[2] = {__fdividef(7.5f, row[0].clip), __fdividef(7.5f, row[1].clip)};  // 1 / step of the scaled row
-  const float fifteenth = kept(1.f / 15.f), fifteen = kept(15.f), magic = kept(8388608.f);
-  float dot[2] = {0.f, 0.f}, den[2] = {0.f, 0.f};
-  u32 e[TILES / 2][4];
+  const u32 fifteenth = constant<0x2C442C44u>(), half = constant<0x38003800u>(), fifteen = constant<0x4B804B80u>(), magic = constant<0x64006400u>();
+  u32 dot = 0, den = 0, e[TILES / 2][4];
 #pragma unroll
   for (int b = TILES / 2 - 1; b >= 0; b--) {
-    float a[2][4], f[2][4], x[2][4], last[2][4];
+    float a[2][4], f[2][4];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       a[i][0] = a[i][1] = a[i][2] = a[i][3] = f[i][0] = f[i][1] = f[i][2] = f[i][3] = 0.f;
@@ -138,87 +131,98 @@ template <int TILES> DEV void round_in_metric(u32 (&codes)[TILES], float (&fitte
       }
 #pragma unroll
       for (int k = b; k < TILES / 2; k++) {
-        mma_f16(a[i], row[0].y[2 * k], row[1].y[2 * k], row[0].y[2 * k + 1], row[1].y[2 * k + 1], w[k].x, w[k].y, a[i]);
+        mma_f16(a[i], row.y[0][2 * k], row.y[1][2 * k], row.y[0][2 * k + 1], row.y[1][2 * k + 1], w[k].x, w[k].y, a[i]);
         if (k > b) mma_f16(f[i], e[k][0], e[k][1], e[k][2], e[k][3], w[k].x, w[k].y, f[i]);
       }
-#pragma unroll
-      for (int h = 0; h < 2; h++) { x[i][2 * h] = half_lo(row[h].y[2 * b + i]) * step[h]; x[i][2 * h + 1] = half_hi(row[h].y[2 * b + i]) * step[h]; }
     }
-    float middle[2][4], shifted[2][4];  // x / 15 + 1/2 and x + 7.5
+    u32 middle[2][2], shifted[2][2], sum[2][2], carried[2], code[2][2], last[2][2];  // x / 15 + 1/2, x + 7.5, f, f of v = 0, 1024 + code, e
+    uint4 own[2];                                                                    // weights of v = 0 and 1, U between them
 #pragma unroll
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < 2; i++) {
+      own[i] = lds128(weight + 64 * (2 * b + i));
 #pragma unroll
-      for (int v = 0; v < 4; v++) { middle[i][v] = fmaf(x[i][v], fifteenth, 0.5f); shifted[i][v] = x[i][v] + 7.5f; }
-    float4 next = lds_float4(corner + (b * 16 + 15) * 64);
+      for (int v = 0; v < 2; v++) {
+        const u32 x = __byte_perm(row.y[0][2 * b + i], row.y[1][2 * b + i], v ? 0x7632 : 0x5410);
+        middle[i][v] = fma_half2(x, fifteenth, half); shifted[i][v] = add_half2(x, 0x47804780u);
+        sum[i][v] = pack_half(f[i][v], f[i][2 + v]);
+      }
+    }
 #pragma unroll
-    for (int k = 15; k >= 0; k--) {
-      const int i = k >> 3, owner = (k & 7) >> 1, v = k & 1;
-      const float4 u = next;
-      if (k) next = lds_float4(corner + (b * 16 + k - 1) * 64);
+    for (int turn = 7; turn >= 0; turn--) {
+      const int i = turn >> 2, owner = turn & 3;
+      uint4 u[2];
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        // every lane rounds its own element v; the value is final once its turn has come, and stays the same after
-        const float t = fmaf(__saturatef(fmaf(f[i][2 * h + v], fifteenth, middle[i][2 * h + v])), fifteen, magic) - magic;
-        last[i][2 * h + v] = shifted[i][2 * h + v] - t;
-        const float error = __shfl_sync(FULL, last[i][2 * h + v], (lane & ~3) | owner);
-        f[0][2 * h] = fmaf(error, u.x, f[0][2 * h]); f[0][2 * h + 1] = fmaf(error, u.y, f[0][2 * h + 1]);
-        f[1][2 * h] = fmaf(error, u.z, f[1][2 * h]); f[1][2 * h + 1] = fmaf(error, u.w, f[1][2 * h + 1]);
+      for (int v = 0; v < 2; v++) u[v] = lds128(corner + (b * 16 + 2 * turn + v) * 64);
+#pragma unroll
+      for (int v = 1; v >= 0; v--) {
+        if (v == 0) carried[i] = fma_half2(last[i][1], own[i].z, sum[i][0]);  // u[1] has 0 in this place
+        code[i][v] = fma_half2(fma_sat_half2(v ? sum[i][1] : carried[i], fifteenth, middle[i][v]), fifteen, magic);
+        last[i][v] = sub_half2(shifted[i][v], add_half2(code[i][v], 0xE400E400u));
+        if (turn == 0 && v == 0) break;  // nothing is left before it
+        const u32 error = __shfl_sync(FULL, last[i][v], (lane & ~3) | owner);
+        sum[0][0] = fma_half2(error, u[v].x, sum[0][0]); sum[0][1] = fma_half2(error, u[v].y, sum[0][1]);
+        if (i) { sum[1][0] = fma_half2(error, u[v].z, sum[1][0]); sum[1][1] = fma_half2(error, u[v].w, sum[1][1]); }
       }
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const float2 w = lds_float2(weight + 32 * (2 * b + i));
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        e[b][2 * i + h] = pack_half(last[i][2 * h], last[i][2 * h + 1]);
-        const float a0 = a[i][2 * h] * step[h], a1 = a[i][2 * h + 1] * step[h];
-        const float c0 = a0 - last[i][2 * h] - f[i][2 * h], c1 = a1 - last[i][2 * h + 1] - f[i][2 * h + 1];
-        dot[h] += w.x * a0 * c0 + w.y * a1 * c1; den[h] += w.x * c0 * c0 + w.y * c1 * c1;
-        const float z0 = (shifted[i][2 * h] - last[i][2 * h]) + magic, z1 = (shifted[i][2 * h + 1] - last[i][2 * h + 1]) + magic;
-        const u32 pair = __byte_perm(__float_as_uint(z0), __float_as_uint(z1), 0x3340) & 0x0F0Fu;
-        codes[2 * b + i] = h ? codes[2 * b + i] | pair << 16 : pair;
+      for (int v = 0; v < 2; v++) {
+        const u32 r = add_half2(last[i][v], v ? sum[i][1] : carried[i]), z = sub_half2(pack_half(a[i][v], a[i][2 + v]), r);
+        const u32 weighted = mul_half2(v ? own[i].y : own[i].x, z);
+        dot = fma_half2(weighted, r, dot); den = fma_half2(weighted, z, den);
       }
+#pragma unroll
+      for (int h = 0; h < 2; h++) e[b][2 * i + h] = __byte_perm(last[i][0], last[i][1], h ? 0x7632 : 0x5410);
+      codes[2 * b + i] = __byte_perm(code[i][0], code[i][1], 0x6240);
     }
   }
 #pragma unroll
-  for (int h = 0; h < 2; h++) fitted[h] = fmaxf(__fdividef(quad_sum(dot[h]), quad_sum(den[h])), 0.f) * row[h].peak * __fdividef(1.f, step[h]);
+  for (int h = 0; h < 2; h++) {
+    const float up = quad_sum(h ? half_hi(dot) : half_lo(dot)), down = quad_sum(h ? half_hi(den) : half_lo(den));
+    fitted[h] = fmaxf(1.f + __fdividef(up, down), 0.f);
+  }
 }
 
-template <int DIM, bool METRIC> DEV void store_rows(const Args& a, const u16* src, i64 stride, const uint4* matrix_src, const float* bias, int head,
-                                       int code_offset, int scale_offset, u32 matrix) {
-  constexpr int CHUNKS = (DIM + 31) / 32, TILES = DIM / 8;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q4 = lane & 3;
+// Blocks number `block` of `blocks` of one head's keys or values.
+template <int DIM, bool METRIC> DEV void store_rows(const Args& a, const u16* src, i64 stride, const uint4* matrix_src, const float* bias, int block, int blocks,
+                                       int code_offset, int scale_offset, float clip, u32 matrix) {
+  constexpr int CHUNKS = (DIM + 31) / 32, TILES = DIM / 8, WORDS = (TILES / 2 + 1) / 2;
+  constexpr bool AHEAD = !METRIC && DIM <= 128;  // the next rows wait in registers
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q4 = lane & 3, head = blockIdx.y;
   load_matrix<TILES * CHUNKS * 512, 256>(matrix, matrix_src);
   const u32 tables = matrix + TILES * CHUNKS * 512;
   if constexpr (METRIC) {
     using Bytes = Tables<TILES>;
     if (TABLES_SHARED) load_matrix<Bytes::FACTOR, 256>(tables, a.factor + (i64)head * TILES * TILES / 2 * 32);
     load_matrix<Bytes::CORNER, 256>(tables + Bytes::FACTOR, a.corner + (i64)head * TILES / 2 * 64);
-    load_matrix<Bytes::WEIGHT, 256>(tables + Bytes::FACTOR + Bytes::CORNER, a.weight + head * DIM);
+    load_matrix<Bytes::WEIGHT, 256>(tables + Bytes::FACTOR + Bytes::CORNER, a.weight + (i64)head * DIM / 2);
   }
   wait_predecessor();
   release_successor();
-  bool loaded = false;
-  for (int block = blockIdx.x * a.block_tokens; block < a.tokens; block += gridDim.x * a.block_tokens) {
-    const int t0 = warp * 16 < a.block_tokens ? block + warp * 16 : a.tokens;  // other warps only help to load the matrix
+  const int mine = warp * 16 < a.block_tokens ? warp * 16 : a.tokens;  // other warps only help to load the matrix
+  const int ahead = blocks * a.block_tokens;
+  int t0 = block * a.block_tokens + mine;
+  auto row_of = [&](int t) { return t < a.tokens ? src + t * stride + head * DIM : nullptr; };
+  uint4 raw[CHUNKS][2];
+  fetch_rows<CHUNKS, DIM>(raw, row_of(t0 + g), row_of(t0 + g + 8), q4);
+  copy_wait<0>();
+  __syncthreads();
+  for (; t0 < a.tokens; t0 += ahead) {
     u32 rows[CHUNKS][8];
     const int ta = t0 + g, tb = t0 + g + 8;
     const i64 slot[2] = {ta < a.tokens ? a.slots[ta] : -1, tb < a.tokens ? a.slots[tb] : -1};
     const bool first[2] = {SINK && ta < a.tokens && a.positions[ta] == 0, SINK && tb < a.tokens && a.positions[tb] == 0};
-    load_rows<CHUNKS, DIM>(rows, ta < a.tokens ? src + ta * stride + head * DIM : nullptr, tb < a.tokens ? src + tb * stride + head * DIM : nullptr, q4, (u32)a.tokens >> 31);
-    {  // the next block's rows into L2: row lane / 2 of 16, one 128-byte line of two
-      const int t = t0 + (int)gridDim.x * a.block_tokens + lane / 2;
+    interleave(rows, raw, (u32)a.tokens >> 31);
+    {  // later rows into L2: row lane / 2 of 16, one 128-byte line of two
+      const int t = t0 + (AHEAD ? 2 : 1) * ahead + lane / 2;
       if (t < a.tokens)
         for (int e = lane % 2 * 64; e < DIM; e += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(src + t * stride + head * DIM + e));
     }
-    if (!loaded) { copy_wait<0>(); __syncthreads(); loaded = true; }
-    if (t0 >= a.tokens) continue;
     float x[TILES][4];
     const float* row_bias[2];
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      row_bias[h] = bias + ((first[h] ? a.kv_heads : 0) + head) * DIM + 2 * q4;
-    }
+    for (int h = 0; h < 2; h++) row_bias[h] = bias + ((first[h] ? a.kv_heads : 0) + head) * DIM + 2 * q4;
 #pragma unroll
     for (int j = 0; j < TILES; j++) {
       const float2 b0 = *(const float2*)(row_bias[0] + 8 * j), b1 = *(const float2*)(row_bias[1] + 8 * j);
@@ -226,41 +230,38 @@ template <int DIM, bool METRIC> DEV void store_rows(const Args& a, const u16* sr
     }
 #pragma unroll
     for (int j = 0; j < TILES; j += 2) multiply<CHUNKS, 2>(x + j, rows, matrix, j, lane);
-    Row<TILES> row[2];
-    u32 codes[TILES];  // of row g in the low half, of row g + 8 in the high half, one a byte
+    if (AHEAD) fetch_rows<CHUNKS, DIM>(raw, row_of(ta + ahead), row_of(tb + ahead), q4);
+    Rows<TILES> row;
+    u32 words[2][WORDS];  // bytes 8 j + 2 q, + 1 of row h, for j = 2 m in the low half of word m and 2 m + 1 in the high half
     float scale[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) row[h].scale(x, h);
-    search<TILES>(row);
+    row.scale(x, METRIC ? 7.5f / clip : 1.f);
     if constexpr (METRIC) {
-      constexpr int BLOCKS = TILES / 2;
-      round_in_metric<TILES>(codes, scale, row, a.factor + (i64)head * TILES * BLOCKS * 32, tables, lane);
+      u32 codes[TILES];
+      round_in_metric<TILES>(codes, scale, row, a.factor + (i64)head * TILES * (TILES / 2) * 32, tables, lane);
+#pragma unroll
+      for (int j = 0; j < TILES / 2; j++) codes[j] |= codes[j + TILES / 2] << 4;
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        scale[h] *= clip * (1.f / 7.5f) * row.peak[h];
+#pragma unroll
+        for (int m = 0; m < WORDS; m++) words[h][m] = __byte_perm(codes[2 * m], codes[2 * m + 1], h ? 0x7632 : 0x5410);
+      }
     } else {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        u32 w[TILES / 2];
-        row[h].round(w);
-        scale[h] = fmaxf(quad_sum(row[h].dot) * row[h].peak / (127.f * quad_sum(row[h].den)), 0.f);
+        u32 codes[2 * WORDS];
+        scale[h] = round_plain<TILES>(codes, row.y[h], clip) * row.peak[h];
 #pragma unroll
-        for (int j = 0; j < TILES / 2; j++) {
-          codes[j] = h ? __byte_perm(codes[j], w[j], 0x5410) : w[j];
-          codes[j + TILES / 2] = h ? __byte_perm(codes[j + TILES / 2], w[j], 0x7610) : w[j] >> 16;
-        }
+        for (int m = 0; m < WORDS; m++) words[h][m] = __byte_perm(codes[2 * m] | codes[2 * m] >> 12, codes[2 * m + 1] | codes[2 * m + 1] >> 12, 0x5410);
       }
     }
-    // Bytes 8 j + 2 q, + 1 of both rows are here.  Four of those pairs change places in the lanes of a row, so that a lane
-    // writes 8 bytes and a row whole sectors; the pairs that are left over (head sizes of 80 and 96) are written as they are.
-    u32 bytes[TILES / 2];  // of row g in the low half, of row g + 8 in the high half
-#pragma unroll
-    for (int j = 0; j < TILES / 2; j++) bytes[j] = codes[j] | codes[j + TILES / 2] << 4;
+    // Four pairs of bytes change places in the lanes of a row, so that a lane writes 8 bytes and a row whole sectors; the
+    // pairs that are left over (head sizes of 80 and 96) are written as they are.
     uint2 quads[2][TILES / 8];
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
-      for (int j = 0; j < TILES / 8; j++) {
-        const u32* from = bytes + 4 * j;
-        quads[h][j] = quad_transpose(__byte_perm(from[0], from[1], h ? 0x7632 : 0x5410), __byte_perm(from[2], from[3], h ? 0x7632 : 0x5410), q4);
-      }
+      for (int j = 0; j < TILES / 8; j++) quads[h][j] = quad_transpose(words[h][2 * j], words[h][2 * j + 1], q4);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       if (slot[h] < 0) continue;
@@ -270,18 +271,19 @@ template <int DIM, bool METRIC> DEV void store_rows(const Args& a, const u16* sr
 #pragma unroll
       for (int j = 0; j < TILES / 8; j++) *(uint2*)(out + 32 * j + 8 * q4) = quads[h][j];
 #pragma unroll
-      for (int j = TILES / 8 * 4; j < TILES / 2; j++) *((u16*)(out + 8 * j) + q4) = (u16)(bytes[j] >> (16 * h));
+      for (int j = TILES / 8 * 4; j < TILES / 2; j++) *((u16*)(out + 8 * j) + q4) = (u16)(words[h][j / 2] >> (16 * (j % 2)));
       if (q4 == 0) *(u16*)(page + scale_offset + in_page * 2) = (u16)pack_half(scale[h], 0.f);
     }
+    if (!AHEAD) fetch_rows<CHUNKS, DIM>(raw, row_of(ta + ahead), row_of(tb + ahead), q4);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(256, D <= 128 && DV <= 128 ? 2 : 1) store(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) char smem[];
   const u32 matrix = smem_addr(smem);
-  const int head = blockIdx.y % a.kv_heads;
-  if (blockIdx.y < a.kv_heads)
-    store_rows<D, METRIC_KEYS>(a, a.key, a.key_stride, a.wk + (i64)head * (D / 8) * ((D + 31) / 32) * 32, a.key_bias, head, 0, PS * (D / 2 + DV / 2), matrix);
+  const int block = blockIdx.x, keys = a.key_blocks;
+  if (block < keys)
+    store_rows<D, METRIC_KEYS>(a, a.key, a.key_stride, a.wk + (i64)blockIdx.y * (D / 8) * ((D + 31) / 32) * 32, a.key_bias, block, keys, 0, PS * (D / 2 + DV / 2), KEY_CLIP * 1e-3f, matrix);
   else
-    store_rows<DV, false>(a, a.value, a.value_stride, a.wv, a.value_bias, head, PS * (D / 2), PS * (D / 2 + DV / 2 + 2), matrix);
+    store_rows<DV, false>(a, a.value, a.value_stride, a.wv, a.value_bias, block - keys, gridDim.x - keys, PS * (D / 2), PS * (D / 2 + DV / 2 + 2), VALUE_CLIP * 1e-3f, matrix);
 }

@@ -10,13 +10,16 @@ from fourfold.kernels.cuda.compile import load, pointer, stream_of
 from fourfold.kernels.cuda.launch import Launch
 from fourfold.kernels.cuda.pack import PackedParams, chunks
 from fourfold.layout import PageLayout
+from fourfold.quant.params import middle_clip
 
-_ARGUMENTS = "PPqqPPPqqPPPPPPPiii"
-"""key, value and their strides, slots, positions, cache and its strides, the parameters' seven, three sizes."""
+_ARGUMENTS = "PPqqPPPqqPPPPPPPiiii"
+"""key, value and their strides, slots, positions, cache and its strides, the parameters' seven, four sizes."""
 _POSITION_ARGUMENTS = "PPPii"
 """lengths, query_start, out, batch, tokens."""
 _BLOCK_TOKENS = (16, 32, 64, 128)
 """Tokens that a block may take at once."""
+_METRIC_COST = 2.4
+"""Time of keys rounded in the metric of the queries over that of values."""
 
 
 def write_positions(lengths: torch.Tensor, query_start: torch.Tensor, out: torch.Tensor) -> None:
@@ -34,26 +37,40 @@ def write_positions(lengths: torch.Tensor, query_start: torch.Tensor, out: torch
     )
 
 
+def share(units: int, slots: int, cost: float) -> tuple[int, int]:
+    """Blocks of keys and of values of one head, for ``units`` pieces of work each.
+
+    A key's costs ``cost`` times a value's.  Together they are at most ``slots``, so that they run at once, and shared
+    out such that the last one ends early.
+    """
+    if 2 * units <= slots:
+        return units, units
+    keys = min(range(1, max(slots, 2)), key=lambda n: max(cost * -(-units // n), -(-units // max(slots - n, 1))))
+    return tuple(-(-units // -(-units // n)) for n in (keys, max(slots - keys, 1)))  # type: ignore[return-value]
+
+
 @functools.lru_cache(maxsize=256)
 def _prepare(
     layout: PageLayout, sink: bool, metric: bool, dtype: torch.dtype, device: torch.device, tokens: int
-) -> tuple[Launch, int]:
-    """The launch for so many tokens, which all layers of a step share, and the tokens that a block takes at once."""
+) -> tuple[Launch, int, int]:
+    """The launch for so many tokens, which all layers of a step share, the tokens that a block takes at once, and the
+    blocks of keys."""
     d, dv = layout.head_size, layout.head_size_v
     defines = {
         "D": d, "DV": dv, "PS": layout.block_size, "SINK": int(sink), "METRIC_KEYS": int(metric),
         "TABLES_SHARED": int(metric and d <= 128), "ACT_BF16": int(dtype == torch.bfloat16),
+        "KEY_CLIP": round(1000 * middle_clip(d)), "VALUE_CLIP": round(1000 * middle_clip(dv)),
     }  # fmt: skip
     shared = max(n // 8 * chunks(n) * 512 for n in (d, dv))
     if metric:
-        shared = max(shared, d // 8 * chunks(d) * 512 + (d * d * 2 if d <= 128 else 0) + d * 64 + d * 4)
+        shared = max(shared, d // 8 * chunks(d) * 512 + (d * d * 2 if d <= 128 else 0) + d * 64 + d * 8)
     heads, multiprocessors = layout.num_kv_heads, torch.cuda.get_device_properties(device).multi_processor_count
     # Rounding is a long chain of dependent steps, so few tokens are spread over as many multiprocessors as there are.
-    # Two blocks fit on one.
     size = next((n for n in _BLOCK_TOKENS if -(-tokens // n) * heads <= multiprocessors), _BLOCK_TOKENS[-1])
-    blocks = -(-tokens // size)
-    grid = -(-blocks // -(-blocks // min(blocks, max(multiprocessors // heads, 1))))  # as many blocks for each
-    return Launch(load("store", defines, device, shared), _ARGUMENTS, (grid, 2 * heads, 1), 256, shared), size
+    resident = 2 if max(d, dv) <= 128 else 1
+    keys, values = share(-(-tokens // size), resident * multiprocessors // heads, _METRIC_COST if metric else 1.0)
+    grid = (keys + values, heads, 1)
+    return Launch(load("store", defines, device, shared), _ARGUMENTS, grid, 256, shared), size, keys
 
 
 def store(
@@ -77,9 +94,9 @@ def store(
     if tokens == 0:
         return
     device = key.device
-    launch, size = _prepare(layout, params.sink, params.metric_keys, params.dtype, device, tokens)
+    launch, size, keys = _prepare(layout, params.sink, params.metric_keys, params.dtype, device, tokens)
     launch(
         stream_of(device), key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0), slots.data_ptr(),
         positions.data_ptr(), cache.data_ptr(), cache.stride(0), cache.stride(1), *params.store_addresses, tokens,
-        layout.num_kv_heads, size,
+        layout.num_kv_heads, size, keys,
     )  # fmt: skip

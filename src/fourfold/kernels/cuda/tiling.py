@@ -38,16 +38,13 @@ class Tiling:
 IN_FLIGHT = {8: 96 << 10, 4: 64 << 10, 1: 64 << 10}
 """Bytes of pages on their way to a multiprocessor, by warps of a block.  More is slower: one stage more costs 2% at
 32 x 4,096 and 4% at 320 x 430; blocks of 8 warps ask for all of a short cache at once."""
-IN_FLIGHT_OF_CHUNKS = 128 << 10
-"""The same for prompt chunks beside decodes, whose many short tiles start one after another while copies run ahead: as
-it was measured, 73.7 µs a layer; less has not been."""
 
 
-def choose_tiling(layout: PageLayout, rows: int, shared_limit: int, warps: int = 4, chunks_too: bool = False) -> Tiling:
+def choose_tiling(layout: PageLayout, rows: int, shared_limit: int, warps: int = 4) -> Tiling:
     """Tiling for ``rows`` query rows a KV head on a multiprocessor with ``shared_limit`` bytes of shared memory.
 
     ``warps`` of a block: 8, and one block a multiprocessor, for so few sequences that the merge counts; 1 where there
-    are more tiles than runs of 4 warps; else 4.  ``chunks_too``: prompt chunks may be among the sequences.
+    are more tiles than runs of 4 warps; else 4.
     """
     wide = max(layout.head_size, layout.head_size_v)
     row_tiles = -(-rows // 8)
@@ -59,8 +56,7 @@ def choose_tiling(layout: PageLayout, rows: int, shared_limit: int, warps: int =
     while tiling.blocks > 1 and tiling.blocks * (tiling.shared(layout) + 1024) > shared_limit:
         tiling = replace(tiling, blocks=tiling.blocks - 1)
     stage = tokens * 256 * (chunks(layout.head_size) + chunks(layout.head_size_v))
-    in_flight = IN_FLIGHT_OF_CHUNKS if chunks_too else IN_FLIGHT[warps]
-    wanted = 1 - (-in_flight // (tiling.blocks * warps * stage))
+    wanted = 1 - (-IN_FLIGHT[warps] // (tiling.blocks * warps * stage))
     for stages in range(3, min(wanted, 4) + 1):
         deeper = replace(tiling, stages=stages)
         if deeper.blocks * (deeper.shared(layout) + 1024) <= shared_limit:

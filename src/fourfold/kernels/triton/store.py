@@ -9,6 +9,7 @@ import triton.language as tl
 from fourfold.kernels.triton.params import TritonParams
 from fourfold.layout import PageLayout
 from fourfold.quant.codec import transform_key
+from fourfold.quant.params import middle_clip
 
 
 @triton.jit
@@ -22,6 +23,7 @@ def _store_kernel(  # type: ignore[no-untyped-def]
     key, value, slots, cache, scales, feedback, factor,
     page_stride, head_stride, heads,
     D: tl.constexpr, DV: tl.constexpr, PS: tl.constexpr, PAD: tl.constexpr, METRIC: tl.constexpr,
+    KEY_CLIP: tl.constexpr, VALUE_CLIP: tl.constexpr,
 ):  # fmt: skip
     """One program a (token, head, key or value); key and value [T, HK, D or DV] float32 are already transformed."""
     token, head, which = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -36,9 +38,10 @@ def _store_kernel(  # type: ignore[no-untyped-def]
         high = tl.load(row + half + i, mask=valid, other=0.0)
         peak = tl.maximum(tl.maximum(tl.max(tl.abs(low), 0), tl.max(tl.abs(high), 0)), 1e-8)
         best = peak * 0.0 + 3e38
-        scale = peak / 7.5
-        for n in range(6):
-            s = peak * (1.0 - 0.08 * n) / 7.5
+        middle = KEY_CLIP if which == 0 else VALUE_CLIP
+        scale = peak * middle / 7.5
+        for n in range(1 if METRIC and which == 0 else 3):
+            s = scale if METRIC and which == 0 else peak * (middle + 0.08 - 0.08 * n) / 7.5
             a = tl.where(valid, low - (_round(low, 1.0 / s) - 7.5) * s, 0.0)
             b = tl.where(valid, high - (_round(high, 1.0 / s) - 7.5) * s, 0.0)
             error = tl.sum(a * a, 0) + tl.sum(b * b, 0)
@@ -107,4 +110,5 @@ def store(
         cache.stride(0), cache.stride(1), layout.num_kv_heads,
         D=layout.head_size, DV=layout.head_size_v, PS=layout.block_size,
         PAD=triton.next_power_of_2(max(layout.k_row, layout.v_row)), METRIC=metric,
+        KEY_CLIP=middle_clip(layout.head_size), VALUE_CLIP=middle_clip(layout.head_size_v),
     )  # fmt: skip
