@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,8 +13,11 @@ from fourfold.quant.codec import page_views
 from fourfold.quant.params import LayerParams, identity_params
 
 
-def make_params(kv_heads: int, head_size: int, head_size_v: int, *, sink: bool, metric: bool) -> LayerParams:
-    """A balanced rotation with centres, as calibration makes; with ``metric`` also a factor of correlated queries."""
+def make_params(
+    kv_heads: int, head_size: int, head_size_v: int, *, sink: bool, metric: bool, dense: bool = False
+) -> LayerParams:
+    """A balanced rotation with centres, as calibration makes; with ``metric`` also a factor of correlated queries.
+    ``dense``: a rotation of keys that is no Hadamard matrix."""
     generator = torch.Generator().manual_seed(3)
 
     def normal(*size: int) -> torch.Tensor:
@@ -22,6 +25,9 @@ def make_params(kv_heads: int, head_size: int, head_size_v: int, *, sink: bool, 
 
     plain = identity_params(kv_heads, head_size, head_size_v)
     balance = torch.exp(0.3 * normal(kv_heads, head_size))[..., None]
+    if dense:
+        turn = torch.linalg.qr(normal(kv_heads, head_size, head_size))[0].contiguous()
+        plain = replace(plain, key_matrix=turn, query_matrix=turn)
     factor = torch.zeros(0)
     if metric:
         queries = normal(kv_heads, 4 * head_size, head_size) * torch.exp(0.7 * normal(head_size))

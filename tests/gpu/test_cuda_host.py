@@ -17,6 +17,7 @@ from fourfold.kernels.cuda.compile import compile_cubin
 from fourfold.kernels.cuda.decode import choose_tiling
 from fourfold.kernels.cuda.store import share
 from fourfold.layout import HEAD_SIZES, PageLayout
+from fourfold.quant.rotation import hadamard
 
 
 @pytest.mark.parametrize("size", HEAD_SIZES)
@@ -58,6 +59,25 @@ def test_packed_factor_holds_the_unit_triangle():
     torch.testing.assert_close(weight[:, :, :2, 1].flatten(1), squared.half())
 
 
+@pytest.mark.parametrize(("size", "outer"), [(64, 2), (80, 1), (96, 1), (128, 4), (192, 2), (256, 8)])
+def test_a_scaled_rotation_is_blocks_and_a_hadamard_matrix(size, outer):
+    matrix = make_params(2, size, size, sink=False, metric=False).key_matrix.bfloat16()
+    assert pack.outer_size(matrix) == outer
+    assert pack.outer_size(make_params(2, size, size, sink=False, metric=False, dense=True).key_matrix) == 1
+    signs = hadamard(outer).sign().float()
+    blocks = pack.outer_blocks(matrix, outer).unflatten(0, (2, outer)).float()
+    row, bias, sink = (torch.randn(2, size) for _ in range(3))
+    inner = torch.einsum("hae,haef->haf", row.unflatten(1, (outer, -1)), blocks)
+    out = torch.einsum("haf,ab->hbf", inner, signs).flatten(1)
+    torch.testing.assert_close(out, torch.einsum("hd,hde->he", row, matrix.float()))
+    packed = pack.pack_bias(bias, sink, outer)
+    torch.testing.assert_close(packed[2], -sink)
+    start = packed[:2].reshape(2, size // 2, 2, 2)  # pairs of elements, each twice
+    assert torch.equal(start[:, :, 0], start[:, :, 1])
+    before = start[:, :, 0].reshape(2, outer, -1)
+    torch.testing.assert_close(torch.einsum("haf,ab->hbf", before, signs).flatten(1), bias)
+
+
 @pytest.mark.parametrize("limit", [100 << 10, 164 << 10, 228 << 10])
 @pytest.mark.parametrize("size", HEAD_SIZES)
 def test_tilings_fit_the_multiprocessor(size, limit):
@@ -96,6 +116,9 @@ def test_every_kernel_compiles(capability):
         ("decode", tiling),
         ("decode", {**tiling, "NW": 1}),
         ("decode", {**tiling, "NW": 8, "MINB": 1}),
-        ("store", {"METRIC_KEYS": 1, "TABLES_SHARED": 1, "KEY_CLIP": 907, "VALUE_CLIP": 907}),
+        (
+            "store",
+            {"METRIC_KEYS": 1, "TABLES_SHARED": 1, "KEY_CLIP": 907, "VALUE_CLIP": 907, "OUTER_K": 1, "OUTER_V": 1},
+        ),
     ):
         assert compile_cubin(name, common | more, capability)[:4] == b"\x7fELF"

@@ -265,13 +265,14 @@ def test_offsets_beyond_four_gib(cuda):
     assert relative_error(out, batch.oracle(params, 128**-0.5)) < LIMIT[torch.bfloat16]
 
 
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("metric", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("head_size", "block"), [(64, 16), (80, 32), (96, 16), (128, 64), (192, 16), (256, 128)])
-def test_store_is_as_good_as_the_codec(cuda, head_size, block, dtype, metric):
+def test_store_is_as_good_as_the_codec(cuda, head_size, block, dtype, metric, dense):
     """Nearly all bytes are the codec's; rows that differ (matrices are rounded to the dtype) are no worse."""
     layout = PageLayout(block, 3, head_size, head_size)
-    params = make_params(3, head_size, head_size, sink=True, metric=metric)
+    params = make_params(3, head_size, head_size, sink=True, metric=metric, dense=dense)
     generator = torch.Generator().manual_seed(6)
     tokens = 150
     key, value = (torch.randn(tokens, 3, head_size, generator=generator) for _ in range(2))
@@ -307,8 +308,8 @@ def test_store_is_as_good_as_the_codec(cuda, head_size, block, dtype, metric):
             if metric and i == 0:
                 missed, size = (torch.einsum("thd,hed->the", x, params.query_factor) for x in (missed, size))
             errors.append((missed.norm() / size.norm()).item())
-    assert errors[0] < errors[2] * 1.03
-    assert errors[1] < errors[3] * 1.03
+    assert errors[0] < errors[2] * 1.02
+    assert errors[1] < errors[3] * 1.01
     assert (got == want).float().mean() > (0.8 if metric else 0.95)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fourfold.quant.params import LayerParams
+from fourfold.quant.rotation import hadamard
 
 
 def chunks(size: int) -> int:
@@ -61,8 +62,9 @@ class PackedParams:
 
     Attributes:
         dtype: float16 or bfloat16, of activations and matrices.
-        wq, wk: packed per KV head; wv, wo: packed once for all heads.
-        key_bias, value_bias: [2, HK, D or Dv] float32: added to k Wk and v R at any position, and at position 0.
+        wq, wk: packed per KV head; wv, wo: packed once for all heads.  wk and wv: the blocks of ``outer_blocks``.
+        key_bias, value_bias: [3, HK, D or Dv] float32, added to k Wk and v R, see ``pack_bias``.
+        outer_k, outer_v: rows of the outer Hadamard matrices.
         value_centre: [HK, Dv] float32.
         sink_key: [HK, 32 chunks] float32 in the query operand's order; sink_value: [HK, Dv] float32.
         sink: whether position 0 has its own centre.
@@ -83,6 +85,8 @@ class PackedParams:
     factor: torch.Tensor
     corner: torch.Tensor
     weight: torch.Tensor
+    outer_k: int
+    outer_v: int
     sink: bool
     head_size: int
     head_size_v: int
@@ -157,6 +161,7 @@ def pack_params(params: LayerParams, dtype: torch.dtype, device: torch.device | 
     nibble = torch.where(torch.arange(32 * chunks(d)) // 2 % 2 == 1, 16.0, 1.0)[query_columns(d)]
     picked = params.query_matrix.to(dtype)[:, :, columns.clamp_min(0)] * (columns >= 0)
     wq = pack_matrix((picked / nibble).to(dtype), torch.arange(columns.numel()))
+    outer_k, outer_v = outer_size(wk), outer_size(wv)
     key_bias = -torch.einsum("hd,hde->he", params.key_centre, wk.float())
     value_bias = -params.value_centre @ wv[0].float()
     operand_nibble = torch.where(torch.arange(order.numel()) // 2 % 2 == 1, 16.0, 1.0)
@@ -168,11 +173,13 @@ def pack_params(params: LayerParams, dtype: torch.dtype, device: torch.device | 
         weight=weight,
         dtype=dtype,
         wq=wq.to(device),
-        wk=pack_matrix(wk, torch.arange(d)).to(device),
-        wv=pack_matrix(wv, torch.arange(dv)).to(device),
+        wk=pack_matrix(outer_blocks(wk, outer_k), torch.arange(d // outer_k)).to(device),
+        wv=pack_matrix(outer_blocks(wv, outer_v), torch.arange(dv // outer_v)).to(device),
         wo=pack_matrix(wo, torch.arange(dv)).to(device),
-        key_bias=torch.stack([key_bias, key_bias - params.sink_key]).contiguous().to(device),
-        value_bias=torch.stack([value_bias, value_bias - params.sink_value]).contiguous().to(device),
+        key_bias=pack_bias(key_bias, params.sink_key, outer_k).to(device),
+        value_bias=pack_bias(value_bias, params.sink_value, outer_v).to(device),
+        outer_k=outer_k,
+        outer_v=outer_v,
         value_centre=params.value_centre.contiguous().to(device),
         sink_key=sink_key.contiguous().to(device),
         sink_value=params.sink_value.contiguous().to(device),
@@ -181,6 +188,38 @@ def pack_params(params: LayerParams, dtype: torch.dtype, device: torch.device | 
         head_size_v=dv,
         kv_heads=params.kv_heads,
     )
+
+
+def outer_size(matrix: torch.Tensor) -> int:
+    """Rows of the largest Hadamard matrix H such that each [K, K] of ``matrix`` is diag(M_0, M_1, …) (H ⊗ I), with
+    blocks M of whole chunks of 32; 1 if there is none.  Row-scaled rotations of a power of two have one."""
+    size = matrix.shape[-1]
+    outer = 1
+    while size % (64 * outer) == 0:
+        wide = size // (2 * outer)
+        signs = hadamard(2 * outer).sign().to(matrix)
+        blocks = matrix.unflatten(-1, (2 * outer, wide)).unflatten(-3, (2 * outer, wide))  # [.., a, row, b, column]
+        if not torch.equal(blocks, blocks[..., :1, :] * signs[:, None, :, None]):
+            break
+        outer *= 2
+    return outer
+
+
+def outer_blocks(matrix: torch.Tensor, outer: int) -> torch.Tensor:
+    """[heads, K, K] to [heads * outer, K / outer, K / outer]: the M of ``outer_size``."""
+    wide = matrix.shape[-1] // outer
+    return matrix[..., :wide].reshape(-1, wide, wide)
+
+
+def pack_bias(bias: torch.Tensor, sink: torch.Tensor, outer: int) -> torch.Tensor:
+    """[3, HK, D] float32 as store.cu adds it.
+
+    The first two thirds are ``bias`` before the outer Hadamard matrix, elements 2 q and 2 q + 1 of a tile of 8 twice
+    for lane q: where the matrix unit starts.  The last third, at position 0 only, is minus ``sink``; both [HK, D].
+    """
+    turned = torch.einsum("hae,ab->hbe", bias.unflatten(-1, (outer, -1)), hadamard(outer).sign().to(bias) / outer)
+    twice = turned.reshape(-1, 1, 2).repeat(1, 2, 1)
+    return torch.cat([twice.reshape(2, *bias.shape), -sink[None]]).contiguous()
 
 
 QUERY_GAIN = 16.0

@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) query(const __grid_cons
       src[h] = r < n_rows ? a.q + (r / GROUP) * a.q_stride + (hk * GROUP + r % GROUP) * D : nullptr;
     }
     u32 x[CHUNKS][8];
-    load_rows<CHUNKS, D>(x, src[0], src[1], q4, (u32)a.tokens >> 31);
+    load_rows<CHUNKS, D>(x, src[0], src[1], q4, 1 + ((u32)a.tokens >> 31));
     float sum[2] = {0.f, 0.f}, sink[2] = {0.f, 0.f};
     u32 res[2][OWN];
 #pragma unroll

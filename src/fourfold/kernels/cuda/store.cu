@@ -1,7 +1,8 @@
 // Quantise and store: k' = k Wk + bias and v' = v R + bias, scale search, 4-bit codes, into the pages; one launch.
 //
 // Compile-time: D, DV, PS (block size), SINK (position 0 has its own bias), METRIC_KEYS (round keys in the metric of the queries),
-// TABLES_SHARED (its factor fits in shared memory), KEY_CLIP, VALUE_CLIP (the middle clip, in thousandths), ACT_BF16.
+// TABLES_SHARED (its factor fits in shared memory), KEY_CLIP, VALUE_CLIP (the middle clip, in thousandths), OUTER_K,
+// OUTER_V (of the matrices, see project.h), ACT_BF16.
 // grid.x: blocks of keys, then of values; grid.y: KV heads.  A warp takes 16 tokens; lane (g, q) holds elements 8 j + 2 q, + 1
 // of rows g and g + 8, so that elements e and e + D/2 of a byte meet in one lane.
 // Rows are scaled to [-1, 1] in fp16.  Two fused multiply-adds (one saturating) leave a code in the low byte of each half;
@@ -14,7 +15,7 @@ struct Args {
   const i64* slots; const i64* positions;                          // [T]; positions may be null without SINK
   u8* cache; i64 page_stride, head_stride;                         // bytes
   const uint4* wk; const uint4* wv;                                // packed [HK, ..], and one matrix for all heads
-  const float* key_bias; const float* value_bias;                  // [2, HK, D], [2, HK, DV]: all positions; position 0
+  const float* key_bias; const float* value_bias;                  // of all positions, packed, and [HK, ..] more of position 0
   const uint2* factor; const uint4* corner; const uint4* weight;    // METRIC_KEYS: packed by pack.py
   int tokens, kv_heads, block_tokens, key_blocks;                  // tokens a block takes at once: 16 a warp, up to 128
 };
@@ -25,6 +26,7 @@ DEV u32 sub_half2(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r
 DEV u32 mul_half2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DEV u32 fma_sat_half2(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.sat.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DEV int dot4(u32 a, u32 b, int c) { int r; asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+DEV u32 mad(u32 a, u32 b, u32 c) { u32 r; asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DEV float quad_sum(float v) { v += __shfl_xor_sync(FULL, v, 1); return v + __shfl_xor_sync(FULL, v, 2); }
 
 // a constant that stays in a register: a half2 instruction takes one immediate only
@@ -53,9 +55,10 @@ template <int TILES> struct Rows {
   DEV void scale(const float (&x)[TILES][4], float gain) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float p = 1e-8f;
+      float p = 1e-8f, odd = 0.f;  // two chains
 #pragma unroll
-      for (int j = 0; j < TILES; j++) p = fmaxf(p, fmaxf(fabsf(x[j][2 * h]), fabsf(x[j][2 * h + 1])));
+      for (int j = 0; j < TILES; j++) { p = fmaxf(p, fabsf(x[j][2 * h])); odd = fmaxf(odd, fabsf(x[j][2 * h + 1])); }
+      p = fmaxf(p, odd);
       p = fmaxf(p, __shfl_xor_sync(FULL, p, 1)); peak[h] = p = fmaxf(p, __shfl_xor_sync(FULL, p, 2));
       const float norm = __fdividef(gain, p);
 #pragma unroll
@@ -66,7 +69,7 @@ template <int TILES> struct Rows {
 
 // Plain rounding of a row y in [-1, 1] with the best of three clips.  Word j of `codes` holds those of tiles j and
 // j + TILES / 2; the return value is the scale over the peak, fitted by least squares.
-template <int TILES> DEV float round_plain(u32* codes, const u32 (&y)[TILES], float middle) {
+template <int TILES> DEV float round_plain(u32* codes, const u32 (&y)[TILES], float middle, u32 one) {
   const u32 ones = constant<0x01010101u>(), half = constant<0x38003800u>(), fifteen = constant<0x4B804B80u>(), magic = constant<0x64006400u>();
   u32 gain[3], w[3][TILES / 2];
   float clip[3];
@@ -83,7 +86,7 @@ template <int TILES> DEV float round_plain(u32* codes, const u32 (&y)[TILES], fl
 #pragma unroll
     for (int i = 0; i < 3; i++) {
       w[i][j] = four_codes(y[j], y[j + TILES / 2], gain[i], half, fifteen, magic);
-      d4[i] = dot4(y8, w[i][j], d4[i]); n4[i] = dot4(w[i][j], w[i][j] ^ 0x0F0F0F0Fu, n4[i]);
+      d4[i] = dot4(y8, w[i][j], d4[i]); n4[i] = dot4(w[i][j], mad(w[i][j], 0u - one, 0x0F0F0F0Fu), n4[i]);
     }
   }
   float d[3], n[3], error[3];  // sums of 127 y (code - 7.5) and of (code - 7.5)^2 over this lane
@@ -108,10 +111,10 @@ template <int TILES> struct Tables {
 // Sequential rounding of 16 rows, in steps, in the metric of the queries (codec.py): from the last element to the first, the
 // error e of each element is carried into the elements before it, f_i = sum_{k > i} U_ik e_k with U unit upper triangular.
 // Sums over later blocks of 16 run on the matrix unit; inside a block the four lanes of a row take turns, two elements each,
-// in half2: both rows at once.  Code words 2 b + i: row g in the low half, row g + 8 in the high half, one code a byte.
+// in half2: both rows at once.  Word j of `bytes`: bytes 8 j + 2 q, + 1, of row g in the low half, of g + 8 in the high half.
 // Each lane computes its elements in every turn; they are final once its turn has come and stay the same after.
 // With z = U c, c = code - 7.5, and r = e + f the fitted scale is 1 + <r, z> / <z, z> steps, weighted by the squared diagonal.
-template <int TILES> DEV void round_in_metric(u32 (&codes)[TILES], float (&fitted)[2], const Rows<TILES>& row, const uint2* factor, u32 tables, int lane) {
+template <int TILES> DEV void round_in_metric(u32 (&bytes)[TILES / 2], float (&fitted)[2], const Rows<TILES>& row, const uint2* factor, u32 tables, int lane) {
   const u32 corner = tables + Tables<TILES>::FACTOR + 16 * (lane & 3), weight = tables + Tables<TILES>::FACTOR + Tables<TILES>::CORNER + 16 * (lane & 3);
   tables += 8 * lane; factor += lane;
   const u32 fifteenth = constant<0x2C442C44u>(), half = constant<0x38003800u>(), fifteen = constant<0x4B804B80u>(), magic = constant<0x64006400u>();
@@ -124,13 +127,13 @@ template <int TILES> DEV void round_in_metric(u32 (&codes)[TILES], float (&fitte
       a[i][0] = a[i][1] = a[i][2] = a[i][3] = f[i][0] = f[i][1] = f[i][2] = f[i][3] = 0.f;
       uint2 w[TILES / 2];
 #pragma unroll
-      for (int k = b; k < TILES / 2; k++) {
+      for (int k = TILES / 2 - 1; k >= b; k--) {
         const int at = ((2 * b + i) * (TILES / 2) + k) * 32;
-        if (TABLES_SHARED) asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(w[k].x), "=r"(w[k].y) : "r"(tables + 8 * at));
-        else w[k] = __ldg(factor + at);
+        if (TABLES_SHARED) w[k] = lds64(tables + 8 * at);
+        else w[k] = ldg64(factor + at);
       }
 #pragma unroll
-      for (int k = b; k < TILES / 2; k++) {
+      for (int k = TILES / 2 - 1; k >= b; k--) {  // the errors of block b + 1 have just come: last
         mma_f16(a[i], row.y[0][2 * k], row.y[1][2 * k], row.y[0][2 * k + 1], row.y[1][2 * k + 1], w[k].x, w[k].y, a[i]);
         if (k > b) mma_f16(f[i], e[k][0], e[k][1], e[k][2], e[k][3], w[k].x, w[k].y, f[i]);
       }
@@ -174,7 +177,10 @@ template <int TILES> DEV void round_in_metric(u32 (&codes)[TILES], float (&fitte
       }
 #pragma unroll
       for (int h = 0; h < 2; h++) e[b][2 * i + h] = __byte_perm(last[i][0], last[i][1], h ? 0x7632 : 0x5410);
-      codes[2 * b + i] = __byte_perm(code[i][0], code[i][1], 0x6240);
+      const int tile = 2 * b + i;
+      const u32 pair = __byte_perm(code[i][0], code[i][1], 0x6240);
+      if (tile >= TILES / 2) bytes[tile - TILES / 2] = pair << 4;
+      else bytes[tile] |= pair;
     }
   }
 #pragma unroll
@@ -185,13 +191,15 @@ template <int TILES> DEV void round_in_metric(u32 (&codes)[TILES], float (&fitte
 }
 
 // Blocks number `block` of `blocks` of one head's keys or values.
-template <int DIM, bool METRIC> DEV void store_rows(const Args& a, const u16* src, i64 stride, const uint4* matrix_src, const float* bias, int block, int blocks,
+template <int DIM, bool METRIC, int OUTER> DEV void store_rows(const Args& a, const u16* src, i64 stride, const uint4* matrix_src, const float* bias, int block, int blocks,
                                        int code_offset, int scale_offset, float clip, u32 matrix) {
   constexpr int CHUNKS = (DIM + 31) / 32, TILES = DIM / 8, WORDS = (TILES / 2 + 1) / 2;
   constexpr bool AHEAD = !METRIC && DIM <= 128;  // the next rows wait in registers
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q4 = lane & 3, head = blockIdx.y;
-  load_matrix<TILES * CHUNKS * 512, 256>(matrix, matrix_src);
-  const u32 tables = matrix + TILES * CHUNKS * 512;
+  constexpr int MATRIX = TILES * (CHUNKS / OUTER) * 512;
+  load_matrix<MATRIX, 256>(matrix, matrix_src);
+  const u32 biases = matrix + MATRIX, tables = biases + DIM * 8;
+  load_matrix<DIM * 8, 256>(biases, bias + head * DIM * 2);
   if constexpr (METRIC) {
     using Bytes = Tables<TILES>;
     if (TABLES_SHARED) load_matrix<Bytes::FACTOR, 256>(tables, a.factor + (i64)head * TILES * TILES / 2 * 32);
@@ -204,6 +212,7 @@ template <int DIM, bool METRIC> DEV void store_rows(const Args& a, const u16* sr
   const int ahead = blocks * a.block_tokens;
   int t0 = block * a.block_tokens + mine;
   auto row_of = [&](int t) { return t < a.tokens ? src + t * stride + head * DIM : nullptr; };
+  const u32 one = 1 + ((u32)a.tokens >> 31);  // as far as the compiler knows, any number
   uint4 raw[CHUNKS][2];
   fetch_rows<CHUNKS, DIM>(raw, row_of(t0 + g), row_of(t0 + g + 8), q4);
   copy_wait<0>();
@@ -213,46 +222,43 @@ template <int DIM, bool METRIC> DEV void store_rows(const Args& a, const u16* sr
     const int ta = t0 + g, tb = t0 + g + 8;
     const i64 slot[2] = {ta < a.tokens ? a.slots[ta] : -1, tb < a.tokens ? a.slots[tb] : -1};
     const bool first[2] = {SINK && ta < a.tokens && a.positions[ta] == 0, SINK && tb < a.tokens && a.positions[tb] == 0};
-    interleave(rows, raw, (u32)a.tokens >> 31);
-    {  // later rows into L2: row lane / 2 of 16, one 128-byte line of two
-      const int t = t0 + (AHEAD ? 2 : 1) * ahead + lane / 2;
-      if (t < a.tokens)
-        for (int e = lane % 2 * 64; e < DIM; e += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(src + t * stride + head * DIM + e));
-    }
+    interleave(rows, raw, one);
     float x[TILES][4];
-    const float* row_bias[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) row_bias[h] = bias + ((first[h] ? a.kv_heads : 0) + head) * DIM + 2 * q4;
 #pragma unroll
     for (int j = 0; j < TILES; j++) {
-      const float2 b0 = *(const float2*)(row_bias[0] + 8 * j), b1 = *(const float2*)(row_bias[1] + 8 * j);
-      x[j][0] = b0.x; x[j][1] = b0.y; x[j][2] = b1.x; x[j][3] = b1.y;
+      const uint4 b = lds128(biases + 64 * j + 16 * q4);
+      x[j][0] = __uint_as_float(b.x); x[j][1] = __uint_as_float(b.y); x[j][2] = __uint_as_float(b.z); x[j][3] = __uint_as_float(b.w);
     }
+    multiply<CHUNKS, TILES, OUTER>(x, rows, matrix, lane);
+    if (SINK && __any_sync(FULL, first[0] || first[1])) {
+      const float* more = bias + (2 * a.kv_heads + head) * DIM + 2 * q4;
 #pragma unroll
-    for (int j = 0; j < TILES; j += 2) multiply<CHUNKS, 2>(x + j, rows, matrix, j, lane);
+      for (int h = 0; h < 2; h++)
+        if (first[h])
+#pragma unroll
+          for (int j = 0; j < TILES; j++) { x[j][2 * h] += more[8 * j]; x[j][2 * h + 1] += more[8 * j + 1]; }
+    }
     if (AHEAD) fetch_rows<CHUNKS, DIM>(raw, row_of(ta + ahead), row_of(tb + ahead), q4);
     Rows<TILES> row;
     u32 words[2][WORDS];  // bytes 8 j + 2 q, + 1 of row h, for j = 2 m in the low half of word m and 2 m + 1 in the high half
     float scale[2];
     row.scale(x, METRIC ? 7.5f / clip : 1.f);
     if constexpr (METRIC) {
-      u32 codes[TILES];
-      round_in_metric<TILES>(codes, scale, row, a.factor + (i64)head * TILES * (TILES / 2) * 32, tables, lane);
-#pragma unroll
-      for (int j = 0; j < TILES / 2; j++) codes[j] |= codes[j + TILES / 2] << 4;
+      u32 bytes[TILES / 2];
+      round_in_metric<TILES>(bytes, scale, row, a.factor + (i64)head * TILES * (TILES / 2) * 32, tables, lane);
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         scale[h] *= clip * (1.f / 7.5f) * row.peak[h];
 #pragma unroll
-        for (int m = 0; m < WORDS; m++) words[h][m] = __byte_perm(codes[2 * m], codes[2 * m + 1], h ? 0x7632 : 0x5410);
+        for (int m = 0; m < WORDS; m++) words[h][m] = __byte_perm(bytes[2 * m], bytes[min(2 * m + 1, TILES / 2 - 1)], h ? 0x7632 : 0x5410);
       }
     } else {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         u32 codes[2 * WORDS];
-        scale[h] = round_plain<TILES>(codes, row.y[h], clip) * row.peak[h];
+        scale[h] = round_plain<TILES>(codes, row.y[h], clip, one) * row.peak[h];
 #pragma unroll
-        for (int m = 0; m < WORDS; m++) words[h][m] = __byte_perm(codes[2 * m] | codes[2 * m] >> 12, codes[2 * m + 1] | codes[2 * m + 1] >> 12, 0x5410);
+        for (int m = 0; m < WORDS; m++) words[h][m] = __byte_perm(codes[2 * m], codes[2 * m + 1], 0x7632) * 16 + __byte_perm(codes[2 * m], codes[2 * m + 1], 0x5410);
       }
     }
     // Four pairs of bytes change places in the lanes of a row, so that a lane writes 8 bytes and a row whole sectors; the
@@ -283,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(256, D <= 128 && DV <= 128 ? 2 : 1)
   const u32 matrix = smem_addr(smem);
   const int block = blockIdx.x, keys = a.key_blocks;
   if (block < keys)
-    store_rows<D, METRIC_KEYS>(a, a.key, a.key_stride, a.wk + (i64)blockIdx.y * (D / 8) * ((D + 31) / 32) * 32, a.key_bias, block, keys, 0, PS * (D / 2 + DV / 2), KEY_CLIP * 1e-3f, matrix);
+    store_rows<D, METRIC_KEYS, OUTER_K>(a, a.key, a.key_stride, a.wk + (i64)blockIdx.y * (D / 8) * ((D + 31) / 32 / OUTER_K) * 32, a.key_bias, block, keys, 0, PS * (D / 2 + DV / 2), KEY_CLIP * 1e-3f, matrix);
   else
-    store_rows<DV, false>(a, a.value, a.value_stride, a.wv, a.value_bias, block - keys, gridDim.x - keys, PS * (D / 2), PS * (D / 2 + DV / 2 + 2), VALUE_CLIP * 1e-3f, matrix);
+    store_rows<DV, false, OUTER_V>(a, a.value, a.value_stride, a.wv, a.value_bias, block - keys, gridDim.x - keys, PS * (D / 2), PS * (D / 2 + DV / 2 + 2), VALUE_CLIP * 1e-3f, matrix);
 }

@@ -51,7 +51,14 @@ def share(units: int, slots: int, cost: float) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=256)
 def _prepare(
-    layout: PageLayout, sink: bool, metric: bool, dtype: torch.dtype, device: torch.device, tokens: int
+    layout: PageLayout,
+    sink: bool,
+    metric: bool,
+    outer_k: int,
+    outer_v: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: int,
 ) -> tuple[Launch, int, int]:
     """The launch for so many tokens, which all layers of a step share, the tokens that a block takes at once, and the
     blocks of keys."""
@@ -60,10 +67,12 @@ def _prepare(
         "D": d, "DV": dv, "PS": layout.block_size, "SINK": int(sink), "METRIC_KEYS": int(metric),
         "TABLES_SHARED": int(metric and d <= 128), "ACT_BF16": int(dtype == torch.bfloat16),
         "KEY_CLIP": round(1000 * middle_clip(d)), "VALUE_CLIP": round(1000 * middle_clip(dv)),
+        "OUTER_K": outer_k, "OUTER_V": outer_v,
     }  # fmt: skip
-    shared = max(n // 8 * chunks(n) * 512 for n in (d, dv))
+    keys_shared, values_shared = (n // 8 * (chunks(n) // o) * 512 + n * 8 for n, o in ((d, outer_k), (dv, outer_v)))
     if metric:
-        shared = max(shared, d // 8 * chunks(d) * 512 + (d * d * 2 if d <= 128 else 0) + d * 64 + d * 8)
+        keys_shared += (d * d * 2 if d <= 128 else 0) + d * 64 + d * 8
+    shared = max(keys_shared, values_shared)
     heads, multiprocessors = layout.num_kv_heads, torch.cuda.get_device_properties(device).multi_processor_count
     # Rounding is a long chain of dependent steps, so few tokens are spread over as many multiprocessors as there are.
     size = next((n for n in _BLOCK_TOKENS if -(-tokens // n) * heads <= multiprocessors), _BLOCK_TOKENS[-1])
@@ -94,7 +103,9 @@ def store(
     if tokens == 0:
         return
     device = key.device
-    launch, size, keys = _prepare(layout, params.sink, params.metric_keys, params.dtype, device, tokens)
+    launch, size, keys = _prepare(
+        layout, params.sink, params.metric_keys, params.outer_k, params.outer_v, params.dtype, device, tokens
+    )
     launch(
         stream_of(device), key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0), slots.data_ptr(),
         positions.data_ptr(), cache.data_ptr(), cache.stride(0), cache.stride(1), *params.store_addresses, tokens,
