@@ -93,8 +93,8 @@ def row_of(shape: Shape, bandwidth: float, device: torch.device) -> dict[str, ob
 
 
 def store_rows(bandwidth: float, device: torch.device) -> list[dict[str, float]]:
-    """µs of quantise-and-store and the byte floor: plain, as for a model without a calibration, and in the metric of the
-    queries with a centre of its own for position 0, as calibration makes it."""
+    """µs of quantise-and-store and the byte floor: plain, as for a model without a calibration, and in the metric of
+    the queries with a centre of its own for position 0, as calibration makes it."""
     rows = []
     shape = Shape(1, 1024)
     layout = shape.layout
