@@ -32,14 +32,15 @@ class LengthModel:
     def __init__(
         self, lengths: LengthMap, *, level: float = 0.5, window: int = 256, prior: int = 48, every: int = 32
     ) -> None:
-        """``level``: quantile that admission reserves; ``every``: finished requests between two updates."""
+        """``level``: quantile that admission reserves; ``every``: finished requests between two updates at first, then
+        up to eight times as many: an update takes a millisecond or more of the engine's loop."""
         self._map = lengths
         self._level, self._prior, self._every = level, prior, every
         self._seen: list[deque[float]] = [deque(maxlen=window) for _ in range(lengths.buckets)]
         self._arrived: dict[int, tuple[float, float] | None] = {}
         self._ended = 0  # of those
         self._pairs: deque[tuple[float, float]] = deque(maxlen=512)
-        self._since = 0
+        self._since = self._taught = 0
         self.means = lengths.means.copy()
         self.quantiles = lengths.quantiles.copy()
         self.tau: float | None = None
@@ -115,7 +116,8 @@ class LengthModel:
             self._arrived[key] = (score, float(tokens))
             self._ended += 1
         self._since += 1
-        if self._since >= self._every:
+        self._taught += 1
+        if self._since >= min(max(self._every, self._taught // 8), 8 * self._every):  # the more is known, the rarer
             self._since = 0
             self._update()
 

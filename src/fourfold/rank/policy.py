@@ -153,6 +153,8 @@ class Policy:
         self._sequence = 0
         self._mean_prompt = 0.0
         self._deferred: set[str] = set()
+        self._known = False
+        """Whether any answer's length was ever known."""
 
     @property
     def ranking(self) -> bool:
@@ -179,6 +181,7 @@ class Policy:
         score = self._score(prompt) if known_tokens is None else float(known_tokens)
         job = Job(request_id, arrival, self._sequence, prompt_tokens, max_tokens, priority, score)
         job.known_tokens = known_tokens
+        self._known |= known_tokens is not None
         job.bucket = self.model.bucket(score)
         self._sequence += 1
         self._mean_prompt += (prompt_tokens - self._mean_prompt) / min(self._sequence, 512)
@@ -296,10 +299,20 @@ class Policy:
         return steps * (1.0 - lost) > lost * context and lost > 0.0
 
     def _totals(self, jobs: list[Job], generated: np.ndarray) -> np.ndarray:
+        """Tokens that the jobs' answers will have, by what is reserved for them."""
         totals = self.model.totals(np.array([j.bucket for j in jobs], dtype=np.int64), generated)
-        totals = np.minimum(totals, [self._most(j) for j in jobs])
-        known = [-1 if j.known_tokens is None else j.known_tokens for j in jobs]
-        return np.where(np.array(known) >= 0, known, totals)
+        return self._bounded(jobs, generated, totals)
+
+    def _bounded(self, jobs: list[Job], generated: np.ndarray, totals: np.ndarray) -> np.ndarray:
+        """``totals``, or what is known, and at most what an answer can have (``_most``, for all at once)."""
+        limit = np.full(len(jobs), self.config.answer_limit or math.inf)
+        if self.config.trust_max_tokens:
+            limit = np.minimum(limit, [j.max_tokens for j in jobs])
+        totals = np.minimum(totals, np.maximum(limit, generated + 1))
+        if not self._known:
+            return totals
+        known = np.array([-1 if j.known_tokens is None else j.known_tokens for j in jobs])
+        return np.where(known >= 0, known, totals)
 
     def start(self, job: Job, now: float) -> None:
         """Note that a waiting job was scheduled."""
@@ -327,10 +340,8 @@ class Policy:
         expected = self.model.means[[job.bucket for job in jobs]]
         longer = self.model.totals(np.array([job.bucket for job in jobs], dtype=np.int64), generated)
         expected = np.where(generated > 0, np.maximum(expected, longer), expected)
-        expected = np.minimum(expected, [self._most(job) for job in jobs])
-        known = np.array([-1 if job.known_tokens is None else job.known_tokens for job in jobs])
-        expected = np.where(known >= 0, np.maximum(known, generated + 1), expected)
-        left = np.maximum(expected - generated, 0.0)
+        expected = self._bounded(jobs, generated, expected)
+        left = np.maximum(expected - generated, 1.0)  # a running request has at least a token to come
         context = generated + np.array([job.prompt_tokens for job in jobs])
         work = (left * (context + left / 2)).tolist()
         ranked = sorted(zip(jobs, work, strict=True), key=lambda p: (p[0].priority, p[1], p[0].sequence), reverse=True)

@@ -69,7 +69,7 @@ class RankedMixin(Scheduler):
             self._queues.append(self.skipped_waiting)
         groups = self.kv_cache_config.kv_cache_groups
         block = min(group.kv_cache_spec.block_size for group in groups)
-        self._group_count = max(1, len(groups))
+        self._group_count, self._smallest_block = max(1, len(groups)), block
         ahead = 1 + self.num_spec_tokens if isinstance(self, AsyncScheduler) else 0
         spare = self.num_spec_tokens + self.num_lookahead_tokens + ahead
         self._blocks_a_step = self._group_count * (1 + -(-(1 + spare) // block))
@@ -188,10 +188,19 @@ class RankedMixin(Scheduler):
         return Pool(total // self._group_count, self.block_size, self._spare_tokens, shared)
 
     def _blocks_may_run_out(self) -> bool:
-        """Whether this step could need more blocks than are free: a bound from above that costs nothing."""
-        running = len(self.running)
-        needed = running * self._blocks_a_step + (self._blocks_a_prefill if self._inflight_prefills else 0)
-        return running > 1 and self.kv_cache_manager.block_pool.get_num_free_blocks() < needed
+        """Whether this step could need more blocks than are free: two bounds from above; the first costs nothing.
+
+        A full pool never passes the first, and ranking victims for nothing costs more than the second: the blocks into
+        which the running requests can grow in this step.
+        """
+        running, free = len(self.running), self.kv_cache_manager.block_pool.get_num_free_blocks()
+        prefills = self._blocks_a_prefill if self._inflight_prefills else 0
+        if running <= 1 or free >= running * self._blocks_a_step + prefills:
+            return False
+        size, ahead = self._smallest_block, 1 + self._spare_tokens
+        tokens = [request.num_computed_tokens for request in self.running]
+        grown = sum((n + ahead - 1) // size - (n - 1) // size for n in tokens)
+        return free < self._group_count * grown + prefills
 
 
 class RankedScheduler(RankedMixin, Scheduler):
