@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.files import write_json
+from serving_busy import SHARES
 from serving_load import MODEL, JobFailed, engine_arguments, run_job
 
 CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FOURFOLD_CACHE_DIR")
@@ -88,7 +89,7 @@ def main() -> None:
                         f"TTFT {row['ttft_mean_s']:6.2f} s (p99 {row['ttft_p99_s']:6.2f})  "
                         f"TPOT {row['tpot_mean_ms']:5.1f} ms (p99 {row['tpot_p99_ms']:5.1f})  "
                         f"{row['output_tokens_per_s']:6.0f} tok/s  {row['preemptions']:4.0f} preemptions  "
-                        f"start {row['start_s']:.0f} s",
+                        f"start {row['start_s']:.0f} s  " + " ".join(f"{k} {row[k]:.2f}" for k in SHARES if row[k]),
                         flush=True,
                     )
             except JobFailed as error:

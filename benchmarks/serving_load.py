@@ -20,6 +20,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from serving_busy import Busy
+
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
     "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32, "head_dim": 128,
@@ -142,7 +144,9 @@ async def serve(job: dict[str, Any]) -> None:
     }  # fmt: skip
     with Path(job["result"]).open("a") as file:
         for rate, count in job["rates"]:
-            row = await load(engine, requests[:count], rate, seed=2)
+            with Busy() as busy:
+                row = await load(engine, requests[:count], rate, seed=2)
+            row |= busy.shares
             file.write(json.dumps({**job["labels"], "rate": rate, "requests": count, **labels, **row}) + "\n")
             file.flush()
     engine.shutdown()
