@@ -15,7 +15,7 @@ from kernel_cases import make_params
 from fourfold.kernels.cuda import pack
 from fourfold.kernels.cuda.compile import compile_cubin
 from fourfold.kernels.cuda.decode import choose_tiling
-from fourfold.kernels.cuda.store import share
+from fourfold.kernels.cuda.store import share, shared_bytes
 from fourfold.layout import HEAD_SIZES, PageLayout
 from fourfold.quant.rotation import hadamard
 
@@ -100,6 +100,13 @@ def test_blocks_of_keys_and_values_run_at_once(slots, cost):
         assert keys >= values or cost == 1.0
         assert max(keys, values) <= units
     assert share(64, 33, 2.4) == (22, 11)  # three pieces of keys, six of values
+
+
+@pytest.mark.parametrize("size", HEAD_SIZES)
+def test_a_block_of_the_store_fits_the_smallest_multiprocessor(size):
+    """99 KB is what a block may have on compute capability 8.6 and 8.9."""
+    outer = pack.outer_size(make_params(1, size, size, sink=False, metric=False).key_matrix)
+    assert shared_bytes(PageLayout(16, 1, size, size), True, outer, outer) <= 99 << 10
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)])

@@ -18,6 +18,8 @@ _POSITION_ARGUMENTS = "PPPii"
 """lengths, query_start, out, batch, tokens."""
 _BLOCK_TOKENS = (16, 32, 64, 128)
 """Tokens that a block may take at once."""
+_TABLES_SHARED = 128
+"""Largest head size whose factor is kept in shared memory."""
 _METRIC_COST = 2.4
 """Time of keys rounded in the metric of the queries over that of values."""
 
@@ -45,8 +47,22 @@ def share(units: int, slots: int, cost: float) -> tuple[int, int]:
     """
     if 2 * units <= slots:
         return units, units
-    keys = min(range(1, max(slots, 2)), key=lambda n: max(cost * -(-units // n), -(-units // max(slots - n, 1))))
-    return tuple(-(-units // -(-units // n)) for n in (keys, max(slots - keys, 1)))  # type: ignore[return-value]
+
+    def rounds(blocks: int) -> int:
+        return -(-units // blocks)
+
+    slots = max(slots, 2)
+    keys = min(range(1, slots), key=lambda n: max(cost * rounds(n), rounds(slots - n)))
+    return -(-units // rounds(keys)), -(-units // rounds(slots - keys))
+
+
+def shared_bytes(layout: PageLayout, metric: bool, outer_k: int, outer_v: int) -> int:
+    """Shared memory of a block: the matrix and the bias of its rows, and the tables of ``pack_factor``."""
+    d, dv = layout.head_size, layout.head_size_v
+    keys, values = (n // 8 * (chunks(n) // o) * 512 + n * 8 for n, o in ((d, outer_k), (dv, outer_v)))
+    if metric:
+        keys += (d * d * 2 if d <= _TABLES_SHARED else 0) + d * 64 + d * 8
+    return max(keys, values)
 
 
 @functools.lru_cache(maxsize=256)
@@ -65,14 +81,11 @@ def _prepare(
     d, dv = layout.head_size, layout.head_size_v
     defines = {
         "D": d, "DV": dv, "PS": layout.block_size, "SINK": int(sink), "METRIC_KEYS": int(metric),
-        "TABLES_SHARED": int(metric and d <= 128), "ACT_BF16": int(dtype == torch.bfloat16),
+        "TABLES_SHARED": int(metric and d <= _TABLES_SHARED), "ACT_BF16": int(dtype == torch.bfloat16),
         "KEY_CLIP": round(1000 * middle_clip(d)), "VALUE_CLIP": round(1000 * middle_clip(dv)),
         "OUTER_K": outer_k, "OUTER_V": outer_v,
     }  # fmt: skip
-    keys_shared, values_shared = (n // 8 * (chunks(n) // o) * 512 + n * 8 for n, o in ((d, outer_k), (dv, outer_v)))
-    if metric:
-        keys_shared += (d * d * 2 if d <= 128 else 0) + d * 64 + d * 8
-    shared = max(keys_shared, values_shared)
+    shared = shared_bytes(layout, metric, outer_k, outer_v)
     heads, multiprocessors = layout.num_kv_heads, torch.cuda.get_device_properties(device).multi_processor_count
     # Rounding is a long chain of dependent steps, so few tokens are spread over as many multiprocessors as there are.
     size = next((n for n in _BLOCK_TOKENS if -(-tokens // n) * heads <= multiprocessors), _BLOCK_TOKENS[-1])
