@@ -9,6 +9,7 @@ import torch
 
 from fourfold.kernels.reference import attend
 from fourfold.layout import PageLayout
+from fourfold.quant import codec
 from fourfold.quant.codec import page_views
 from fourfold.quant.params import LayerParams, identity_params
 
@@ -104,6 +105,51 @@ class Batch:
                 )
             )
         return out
+
+
+class StoreCase:
+    """150 tokens in random slots, one slot negative, one value zero, and what the codec makes of them."""
+
+    def __init__(self, head_size: int, block: int, dtype: torch.dtype, *, metric: bool, dense: bool) -> None:
+        self.layout, self.metric, tokens = PageLayout(block, 3, head_size, head_size), metric, 150
+        self.params = params = make_params(3, head_size, head_size, sink=True, metric=metric, dense=dense)
+        generator = torch.Generator().manual_seed(6)
+        key, value = (torch.randn(tokens, 3, head_size, generator=generator) for _ in range(2))
+        self.key, self.value = (key + params.key_centre).to(dtype), (value + params.value_centre).to(dtype)
+        self.value[3] = 0
+        self.slots = torch.randperm(256, generator=generator)[:tokens]
+        self.slots[7] = -1
+        self.positions = torch.arange(tokens) % 40
+        self.want = torch.zeros(256 // block, 3, self.layout.head_page_bytes, dtype=torch.uint8)
+        codes = codec.encode(self.key, self.value, self.positions, params)
+        codec.store_tokens(self.want, self.layout, self.slots, codes)
+
+    def check(self, got: torch.Tensor) -> None:
+        """Nearly all bytes are the codec's; rows that differ (matrices are rounded to the dtype) are no worse."""
+        layout, params, block = self.layout, self.params, self.layout.block_size
+        kept = self.slots >= 0
+        page, slot = self.slots[kept] // block, self.slots[kept] % block
+        unused = torch.ones(256 // block, block, dtype=torch.bool)
+        unused[page, slot] = False
+        for view in page_views(got, layout):
+            assert (view.transpose(1, 2)[unused] == 0).all()
+        first = (self.positions == 0)[:, None, None]
+        exact = (
+            codec.transform_key(self.key, params) - torch.where(first, params.sink_key, 0.0),
+            codec.transform_value(self.value, params) - torch.where(first, params.sink_value, 0.0),
+        )
+        errors = []
+        for cache_bytes in (got, self.want):
+            views = page_views(cache_bytes, layout)
+            for i, truth in enumerate(exact):
+                rows = codec.dequantise(codec.unpack_row(views[i][page, :, slot]), views[i + 2][page, :, slot])
+                missed, size = rows - truth[kept], truth[kept]
+                if self.metric and i == 0:
+                    missed, size = (torch.einsum("thd,hed->the", x, params.query_factor) for x in (missed, size))
+                errors.append((missed.norm() / size.norm()).item())
+        assert errors[0] < errors[2] * 1.02
+        assert errors[1] < errors[3] * 1.01
+        assert (got == self.want).float().mean() > 0.95
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from kernel_cases import make_params
 
-from fourfold.kernels.cuda import pack
+from fourfold.kernels.cuda import pack, store
 from fourfold.kernels.cuda.compile import compile_cubin
 from fourfold.kernels.cuda.decode import choose_tiling
-from fourfold.kernels.cuda.store import share, shared_bytes
+from fourfold.kernels.cuda.store import shared_bytes
 from fourfold.layout import HEAD_SIZES, PageLayout
 from fourfold.quant.rotation import hadamard
 
@@ -44,19 +45,15 @@ def test_packed_matrix_multiplies_like_the_matrix(size):
     torch.testing.assert_close(out, torch.einsum("d,hde->he", row, matrix))
 
 
-def test_packed_factor_holds_the_unit_triangle():
-    factor = make_params(2, 64, 64, sink=False, metric=True).query_factor
-    packed, corner, weight = pack.pack_factor(factor)
-    diagonal = factor.diagonal(dim1=1, dim2=2)
-    unit = factor / diagonal[:, :, None]
+def test_packed_factor_is_the_feedback_of_later_groups():
+    params = make_params(2, 64, 64, sink=False, metric=True)
+    packed, weight = pack.pack_factor(params)
     tile, block, g, q, b, x = 3, 2, 5, 1, 1, 0
-    assert packed[1, tile, block, 4 * g + q, 2 * b + x] == unit[1, 8 * tile + g, 16 * block + 8 * b + 2 * q + x].half()
-    assert corner[1, 2, 9, 3, 0].tolist() == [unit[1, 32 + 6, 32 + 9].half()] * 2  # column 9, lane 3: row 6, twice
-    assert corner[1, 2, 9, 3, 2].tolist() == [0, 0]  # row 14 is not before column 9
-    assert corner[1, 2, 9, 0, 2].tolist() == [0, 0]  # row 8 is of the same pair: among the weights
-    assert weight[1, 20, 2].tolist() == [unit[1, 40, 41].half()] * 2
-    squared = diagonal.square() / diagonal.square().amax(1, keepdim=True) / 256
-    torch.testing.assert_close(weight[:, :, :2, 1].flatten(1), squared.half())
+    row, column = 8 * tile + g, 16 * block + 8 * b + 2 * q + x
+    assert packed[1, tile, block, 4 * g + q, 2 * b + x] == params.feedback[1, column, row].half()
+    assert (packed[:, 3, 1, :, 2:] == 0).all()  # tile 3's own elements
+    wanted = params.group_weights / params.group_weights.amax(1, keepdim=True) / 256
+    torch.testing.assert_close(weight, wanted.half()[..., None].expand(-1, -1, 2))
 
 
 @pytest.mark.parametrize(("size", "outer"), [(64, 2), (80, 1), (96, 1), (128, 4), (192, 2), (256, 8)])
@@ -89,17 +86,38 @@ def test_tilings_fit_the_multiprocessor(size, limit):
         assert 1 <= tiling.row_tiles <= 3
 
 
-@pytest.mark.parametrize("cost", [1.0, 2.4])
-@pytest.mark.parametrize("slots", [1, 2, 8, 33, 264])
-def test_blocks_of_keys_and_values_run_at_once(slots, cost):
-    for units in (1, 2, 5, 64, 1000):
-        keys, values = share(units, slots, cost)
-        assert keys >= 1
-        assert values >= 1
-        assert keys + values <= max(slots, 2)
-        assert keys >= values or cost == 1.0
-        assert max(keys, values) <= units
-    assert share(64, 33, 2.4) == (22, 11)  # three pieces of keys, six of values
+@pytest.mark.parametrize("tokens", [1, 16, 17, 500, 8192, 100_000])
+@pytest.mark.parametrize("heads", [1, 8, 300])
+def test_launches_of_the_store_cover_all_tokens_at_once(monkeypatch, tokens, heads):
+    calls = []
+
+    class Recorder:
+        def __init__(self, kernel, arguments, grid, threads, shared):
+            self.shape = len(arguments), grid, threads
+
+        def __call__(self, stream, *arguments):
+            calls.append((*self.shape, arguments))
+
+    properties = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(store, "load", lambda name, defines, device, shared: name)
+    monkeypatch.setattr(store, "Launch", Recorder)
+    monkeypatch.setattr(store, "stream_of", lambda device: 0)
+    monkeypatch.setattr(store, "_prepare", store._prepare.__wrapped__)
+    layout = PageLayout(16, heads, 64, 64)
+    packed = pack.pack_params(make_params(heads, 64, 64, sink=True, metric=True), torch.bfloat16, "cpu")
+    rows = torch.zeros(1, 1, 1).expand(tokens, heads, 64)
+    at = torch.zeros(tokens, dtype=torch.int64)
+    store.store(rows, rows, torch.zeros(1, heads, layout.head_page_bytes, dtype=torch.uint8), at, at, layout, packed)
+    ((count, grid, threads, arguments),) = calls
+    assert len(arguments) == count
+    size = arguments[-1]
+    assert 16 <= size <= threads // 2
+    assert grid[0] % 2 == 0
+    assert grid[1] == heads
+    assert grid[0] * grid[1] <= max(2 * 132, 2 * heads)  # two blocks a multiprocessor
+    pieces, blocks = -(-tokens // size), grid[0] // 2
+    assert blocks <= pieces
 
 
 @pytest.mark.parametrize("size", HEAD_SIZES)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kernel_cases import Batch, make_params, relative_error
+from kernel_cases import Batch, StoreCase, make_params, relative_error
 
 from fourfold.kernels.cuda.decode import Decode, Tiling
 from fourfold.kernels.cuda.dequantise import dequantise
@@ -270,47 +270,12 @@ def test_offsets_beyond_four_gib(cuda):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("head_size", "block"), [(64, 16), (80, 32), (96, 16), (128, 64), (192, 16), (256, 128)])
 def test_store_is_as_good_as_the_codec(cuda, head_size, block, dtype, metric, dense):
-    """Nearly all bytes are the codec's; rows that differ (matrices are rounded to the dtype) are no worse."""
-    layout = PageLayout(block, 3, head_size, head_size)
-    params = make_params(3, head_size, head_size, sink=True, metric=metric, dense=dense)
-    generator = torch.Generator().manual_seed(6)
-    tokens = 150
-    key, value = (torch.randn(tokens, 3, head_size, generator=generator) for _ in range(2))
-    key, value = (key + params.key_centre).to(dtype), (value + params.value_centre).to(dtype)
-    value[3] = 0
-    slots = torch.randperm(256, generator=generator)[:tokens]
-    slots[7] = -1
-    positions = torch.arange(tokens) % 40
-    pages = 256 // block
-    want = torch.zeros(pages, 3, layout.head_page_bytes, dtype=torch.uint8)
-    codec.store_tokens(want, layout, slots, codec.encode(key, value, positions, params))
-    cache = torch.zeros_like(want, device=cuda)
-    packed = pack_params(params, dtype, cuda)
-    store(key.to(cuda), value.to(cuda), cache, slots.to(cuda), positions.to(cuda), layout, packed)
-    got = cache.cpu()
-    kept = slots >= 0
-    page, slot = slots[kept] // block, slots[kept] % block
-    unused = torch.ones(pages, block, dtype=torch.bool)
-    unused[page, slot] = False
-    for view in codec.page_views(got, layout):
-        assert (view.transpose(1, 2)[unused] == 0).all()
-    first = (positions == 0)[:, None, None]
-    exact = (
-        codec.transform_key(key, params) - torch.where(first, params.sink_key, 0.0),
-        codec.transform_value(value, params) - torch.where(first, params.sink_value, 0.0),
-    )
-    errors = []
-    for cache_bytes in (got, want):
-        views = codec.page_views(cache_bytes, layout)
-        for i, truth in enumerate(exact):
-            rows = codec.dequantise(codec.unpack_row(views[i][page, :, slot]), views[i + 2][page, :, slot])
-            missed, size = rows - truth[kept], truth[kept]
-            if metric and i == 0:
-                missed, size = (torch.einsum("thd,hed->the", x, params.query_factor) for x in (missed, size))
-            errors.append((missed.norm() / size.norm()).item())
-    assert errors[0] < errors[2] * 1.02
-    assert errors[1] < errors[3] * 1.01
-    assert (got == want).float().mean() > (0.8 if metric else 0.95)
+    case = StoreCase(head_size, block, dtype, metric=metric, dense=dense)
+    cache = torch.zeros_like(case.want, device=cuda)
+    packed = pack_params(case.params, dtype, cuda)
+    inputs = (x.to(cuda) for x in (case.slots, case.positions))
+    store(case.key.to(cuda), case.value.to(cuda), cache, *inputs, case.layout, packed)
+    case.check(cache.cpu())
 
 
 @pytest.mark.parametrize("metric", [False, True])

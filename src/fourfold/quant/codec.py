@@ -19,8 +19,8 @@ def quantise(x: torch.Tensor, params: LayerParams | None = None) -> tuple[torch.
 
     Args:
         x: [..., D] float, transformed values, or with ``params`` transformed keys [T, HK, D].
-        params: round and fit in the metric of the layer's queries (``LayerParams.query_factor``); None for plain
-            rounding.
+        params: round and fit in the metric of the layer's queries (``LayerParams.query_factor``), a group of elements
+            at a time; None for plain rounding.
 
     Returns:
         codes [..., D] uint8 in 0..15 and scale [...] float16; ``(codes - 7.5) * scale`` is the dequantised row.

@@ -13,9 +13,9 @@ far smaller values than the rest and nearly the same ones in every sequence: ``s
 (transformed basis) are its own additional centre, added back exactly by the kernels.
 
 ``query_factor`` is the upper triangular U with U^T U = E[q'^T q'].  What a rounded key with error e does to scores is
-|U e|^2, so keys are rounded in that metric: from the last element to the first, each element's error is carried into
-the elements still to be rounded (the sequential rounding of GPTQ, arXiv 2210.17323, section 3, and Babai's nearest
-plane, here for activations), and the scale is fitted in the same metric.
+|U e|^2, so keys are rounded in that metric: from the last group of ``GROUP`` elements to the first, a group's error is
+carried into the elements still to be rounded (the sequential rounding of GPTQ, arXiv 2210.17323, section 3, and Babai's
+nearest plane, here for activations), and the scale is fitted in the same metric.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from fourfold.quant.rotation import rotation
+
+GROUP = 8
+"""Elements that are rounded at once.  A rotation spreads what elements have to do with each other over all of them, so
+little is lost: errors of real keys of 128 elements, seen through the queries, are 0.0483 (one at a time 0.0474, groups
+of 16 0.0495), and the kernels need no chain of 128 steps."""
 
 
 def middle_clip(head_size: int) -> float:
@@ -88,12 +93,35 @@ class LayerParams:
         return (middle_clip(self.head_size),) if self.query_factor.numel() else clips(self.head_size)
 
     @property
-    def feedback(self) -> torch.Tensor:
-        """[HK, D, D] strictly lower triangular: row i holds what of element i's error element j < i must absorb."""
+    def grouped_factor(self) -> torch.Tensor:
+        """[HK, D, D] F with U = diag(U_0, U_1, …) F, where the U_g are ``query_factor``'s diagonal blocks of ``GROUP``:
+        the identity in its own diagonal blocks, zero before them, and behind them what element i must absorb of the
+        error of each element of a later group."""
         if not self.query_factor.numel():
             return self.query_factor
-        diagonal = self.query_factor.diagonal(dim1=1, dim2=2)
-        return (self.query_factor / diagonal[:, :, None]).transpose(1, 2).tril(-1).contiguous()
+        factor = self.query_factor.to(torch.float64)
+        groups = factor.unflatten(1, (-1, GROUP))
+        solved = [
+            torch.linalg.solve_triangular(groups[:, g, :, g * GROUP : (g + 1) * GROUP], groups[:, g], upper=True)
+            for g in range(groups.shape[1])
+        ]
+        return torch.cat(solved, 1).to(torch.float32).contiguous()
+
+    @property
+    def feedback(self) -> torch.Tensor:
+        """[HK, D, D] strictly lower triangular: row i holds what of element i's error element j must absorb."""
+        factor = self.grouped_factor
+        if not factor.numel():
+            return factor
+        group = torch.arange(self.head_size) // GROUP
+        return (factor.transpose(1, 2) * (group[:, None] > group[None])).contiguous()
+
+    @property
+    def group_weights(self) -> torch.Tensor:
+        """[HK, D] what the square of an element's error counts in its group: the diagonal of U_g^T U_g."""
+        groups = self.query_factor.unflatten(1, (-1, GROUP)).unflatten(-1, (-1, GROUP))
+        own = torch.stack([groups[:, g, :, g] for g in range(groups.shape[1])], 1)
+        return own.square().sum(2).flatten(1)
 
     @property
     def metric(self) -> torch.Tensor:

@@ -44,6 +44,17 @@ DEV float act_hi(u32 v) {
 #endif
 }
 
+// two halves at once
+DEV u32 fma_half2(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+DEV u32 add_half2(u32 a, u32 b) { u32 r; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DEV u32 sub_half2(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DEV u32 mul_half2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DEV u32 fma_sat_half2(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.sat.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+DEV int dot4(u32 a, u32 b, int c) { int r; asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+DEV u32 mad(u32 a, u32 b, u32 c) { u32 r; asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+// a constant that stays in a register: a half2 instruction takes one immediate only
+template <u32 V> DEV u32 constant() { u32 r; asm volatile("mov.b32 %0, %1;" : "=r"(r) : "n"(V)); return r; }
+
 // ---- matrix unit --------------------------------------------------------------------------------------
 // D = A(16x16) B(16x8) + C, fp16 operands.  Thread (g = lane/4, q = lane%4) holds
 //   a0 (row g, k 2q..) a1 (row g+8) a2 (row g, k 8+2q..) a3 (row g+8, k 8+2q..); b0 (k 2q.., col g) b1 (k 8+2q..);

@@ -68,8 +68,7 @@ class PackedParams:
         value_centre: [HK, Dv] float32.
         sink_key: [HK, 32 chunks] float32 in the query operand's order; sink_value: [HK, Dv] float32.
         sink: whether position 0 has its own centre.
-        factor, corner, weight: ``LayerParams.query_factor`` for store.cu (empty without): the unit upper triangular
-            factor U in fp16 operand order, its diagonal blocks, weights; see ``pack_factor``.
+        factor, weight: the metric of the queries for store.cu (empty without), see ``pack_factor``.
     """
 
     dtype: torch.dtype
@@ -83,7 +82,6 @@ class PackedParams:
     sink_key: torch.Tensor
     sink_value: torch.Tensor
     factor: torch.Tensor
-    corner: torch.Tensor
     weight: torch.Tensor
     outer_k: int
     outer_v: int
@@ -103,50 +101,29 @@ class PackedParams:
     def __post_init__(self) -> None:
         sinks = (self.sink_key.data_ptr(), self.sink_value.data_ptr()) if self.sink else (0, 0)
         object.__setattr__(self, "sink_addresses", sinks)
-        tables = (self.wk, self.wv, self.key_bias, self.value_bias, self.factor, self.corner, self.weight)
+        tables = (self.wk, self.wv, self.key_bias, self.value_bias, self.factor, self.weight)
         object.__setattr__(self, "metric_keys", self.factor.numel() > 0)
         object.__setattr__(self, "store_addresses", tuple(t.data_ptr() for t in tables))
 
 
-def pack_factor(query_factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sequential rounding's tables.
-
-    Args:
-        query_factor: [HK, D, D] upper triangular, or empty.
+def pack_factor(params: LayerParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables of the rounding in the metric of the queries; empty without.
 
     Returns:
         factor [HK, D / 8 tiles, D / 16 blocks, 32 lanes, 4] float16: lane 4 g + q of tile j and block k holds columns
-        16 k + 2 q, + 1, + 8, + 9 of row 8 j + g of U.
-        corner [HK, D / 16, 16, 4, 4, 2] float16: for column k of a diagonal block and lane q, rows 2 q, + 1, + 8, + 9,
-        each twice; zero unless before k, and for an odd column in the row just before it, which is in ``weight``.
-        weight [HK, D / 2, 4, 2] float16: for a pair of elements their squared diagonals (the head's largest is 1 / 256)
-        and U between them, each twice, and zeros.
+        16 k + 2 q, + 1, + 8, + 9 of row 8 j + g of ``LayerParams.feedback`` transposed.
+        weight [HK, D, 2] float16: ``LayerParams.group_weights``, of which a head's largest is 1 / 256, each twice.
     """
-    if not query_factor.numel():
-        return torch.zeros(0), torch.zeros(0), torch.zeros(0)
-    heads, size, _ = query_factor.shape
-    diagonal = query_factor.diagonal(dim1=1, dim2=2)
-    unit = query_factor / diagonal[:, :, None]
+    if not params.query_factor.numel():
+        return torch.zeros(0), torch.zeros(0)
+    factor = params.feedback.transpose(1, 2)
+    heads, size, _ = factor.shape
     # columns 16 k + 8 b + 2 q + x -> [head, tile, g, block, b, q, x] -> [head, tile, block, g, q, b, x]
-    split = unit.view(heads, size // 8, 8, size // 16, 2, 4, 2).permute(0, 1, 3, 2, 5, 4, 6)
-    factor = split.reshape(heads, size // 8, size // 16, 32, 4).to(torch.float16).contiguous()
-    even = torch.arange(0, size, 2)
-    between = unit[:, even, even + 1]
-    before = unit.triu(1)
-    before[:, even, even + 1] = 0
-    blocks = torch.stack([before[:, i : i + 16, i : i + 16] for i in range(0, size, 16)], 1)
-    # rows 8 b + 2 q + x of a block -> [head, block, column, q, b, x]
-    corner = blocks.view(heads, size // 16, 2, 4, 2, 16).permute(0, 1, 5, 3, 2, 4)
-    corner = corner.reshape(heads, size // 16, 16, 4, 4)
-    squared = diagonal.square()
-    squared = squared / squared.amax(1, keepdim=True) / 256
-    weight = torch.stack([squared[:, ::2], squared[:, 1::2], between, torch.zeros_like(between)], -1)
-    return factor, _twice(corner), _twice(weight)
-
-
-def _twice(x: torch.Tensor) -> torch.Tensor:
-    """[..., 2] float16, for instructions on two halves."""
-    return x.to(torch.float16)[..., None].repeat_interleave(2, -1).contiguous()
+    split = factor.reshape(heads, size // 8, 8, size // 16, 2, 4, 2).permute(0, 1, 3, 2, 5, 4, 6)
+    packed = split.reshape(heads, size // 8, size // 16, 32, 4).to(torch.float16).contiguous()
+    weight = params.group_weights
+    weight = (weight / weight.amax(1, keepdim=True) / 256).to(torch.float16)
+    return packed, weight[..., None].repeat_interleave(2, -1).contiguous()
 
 
 def pack_params(params: LayerParams, dtype: torch.dtype, device: torch.device | str) -> PackedParams:
@@ -166,10 +143,9 @@ def pack_params(params: LayerParams, dtype: torch.dtype, device: torch.device | 
     value_bias = -params.value_centre @ wv[0].float()
     operand_nibble = torch.where(torch.arange(order.numel()) // 2 % 2 == 1, 16.0, 1.0)
     sink_key = params.sink_key[:, order.clamp_min(0)] * (order >= 0) * operand_nibble
-    factor, corner, weight = (t.to(device) for t in pack_factor(params.query_factor))
+    factor, weight = (t.to(device) for t in pack_factor(params))
     return PackedParams(
         factor=factor,
-        corner=corner,
         weight=weight,
         dtype=dtype,
         wq=wq.to(device),

@@ -3,7 +3,7 @@
 // Compile-time: D, DV, PS (block size), SINK (position 0 has its own bias), METRIC_KEYS (round keys in the metric of the queries),
 // TABLES_SHARED (its factor fits in shared memory), KEY_CLIP, VALUE_CLIP (the middle clip, in thousandths), OUTER_K,
 // OUTER_V (of the matrices, see project.h), ACT_BF16.
-// grid.x: blocks of keys, then of values; grid.y: KV heads.  A warp takes 16 tokens; lane (g, q) holds elements 8 j + 2 q, + 1
+// grid.x: blocks of keys, then as many of values; grid.y: KV heads.  A warp takes 16 tokens; lane (g, q) holds elements 8 j + 2 q, + 1
 // of rows g and g + 8, so that elements e and e + D/2 of a byte meet in one lane.
 // Rows are scaled to [-1, 1] in fp16.  Two fused multiply-adds (one saturating) leave a code in the low byte of each half;
 // sums over bytes (dp4a) of x c and of c (15 - c) give the squared error of each of three clips and the least-squares refit.
@@ -16,21 +16,11 @@ struct Args {
   u8* cache; i64 page_stride, head_stride;                         // bytes
   const uint4* wk; const uint4* wv;                                // packed [HK, ..], and one matrix for all heads
   const float* key_bias; const float* value_bias;                  // of all positions, packed, and [HK, ..] more of position 0
-  const uint2* factor; const uint4* corner; const uint4* weight;    // METRIC_KEYS: packed by pack.py
-  int tokens, kv_heads, block_tokens, key_blocks;                  // tokens a block takes at once: 16 a warp, up to 128
+  const uint2* factor; const u32* weight;                          // METRIC_KEYS: packed by pack.py
+  int tokens, kv_heads, block_tokens;                              // tokens a block takes at once: 16 a warp, up to 128
 };
 
-DEV u32 fma_half2(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
-DEV u32 add_half2(u32 a, u32 b) { u32 r; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-DEV u32 sub_half2(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-DEV u32 mul_half2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-DEV u32 fma_sat_half2(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.sat.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
-DEV int dot4(u32 a, u32 b, int c) { int r; asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
-DEV u32 mad(u32 a, u32 b, u32 c) { u32 r; asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DEV float quad_sum(float v) { v += __shfl_xor_sync(FULL, v, 1); return v + __shfl_xor_sync(FULL, v, 2); }
-
-// a constant that stays in a register: a half2 instruction takes one immediate only
-template <u32 V> DEV u32 constant() { u32 r; asm volatile("mov.b32 %0, %1;" : "=r"(r) : "n"(V)); return r; }
 
 // Lane q of four holds 16-bit numbers j = 0, 1 in `a` and 2, 3 in `b`; returns number q of all four lanes in their order.
 DEV uint2 quad_transpose(u32 a, u32 b, int q) {
@@ -103,82 +93,61 @@ template <int TILES> DEV float round_plain(u32* codes, const u32 (&y)[TILES], fl
   return fmaxf(__fdividef(dot, 127.f * den), 0.f);
 }
 
-// Tables of the sequential rounding in shared memory, bytes: the factor (if it fits), corners, weights
+// Tables of the rounding in the metric in shared memory, bytes: the factor (if it fits) and weights
 template <int TILES> struct Tables {
-  static constexpr int FACTOR = TABLES_SHARED ? TILES * TILES / 2 * 256 : 0, CORNER = TILES / 2 * 1024, WEIGHT = TILES * 64;
+  static constexpr int FACTOR = TABLES_SHARED ? TILES * TILES / 2 * 256 : 0, WEIGHT = TILES * 32;
 };
 
-// Sequential rounding of 16 rows, in steps, in the metric of the queries (codec.py): from the last element to the first, the
-// error e of each element is carried into the elements before it, f_i = sum_{k > i} U_ik e_k with U unit upper triangular.
-// Sums over later blocks of 16 run on the matrix unit; inside a block the four lanes of a row take turns, two elements each,
-// in half2: both rows at once.  Word j of `bytes`: bytes 8 j + 2 q, + 1, of row g in the low half, of g + 8 in the high half.
-// Each lane computes its elements in every turn; they are final once its turn has come and stay the same after.
-// With z = U c, c = code - 7.5, and r = e + f the fitted scale is 1 + <r, z> / <z, z> steps, weighted by the squared diagonal.
+// Rounding of 16 rows, in steps, in the metric of the queries (codec.py): from the last tile of 8 elements to the first, the
+// error e of a tile is carried into the tiles before it, f_i = sum_{k > i} F_ik e_k, on the matrix unit; within a tile elements
+// do not wait for each other.  In half2, both rows at once.  Word j of `bytes`: bytes 8 j + 2 q, + 1, of row g in the low half,
+// of row g + 8 in the high half.  With z = F c, c = code - 7.5, and r = e + f the fitted scale is 1 + <r, z> / <z, z> steps.
 template <int TILES> DEV void round_in_metric(u32 (&bytes)[TILES / 2], float (&fitted)[2], const Rows<TILES>& row, const uint2* factor, u32 tables, int lane) {
-  const u32 corner = tables + Tables<TILES>::FACTOR + 16 * (lane & 3), weight = tables + Tables<TILES>::FACTOR + Tables<TILES>::CORNER + 16 * (lane & 3);
+  const u32 weight = tables + Tables<TILES>::FACTOR + 8 * (lane & 3);
   tables += 8 * lane; factor += lane;
   const u32 fifteenth = constant<0x2C442C44u>(), half = constant<0x38003800u>(), fifteen = constant<0x4B804B80u>(), magic = constant<0x64006400u>();
+  auto entry = [&](int tile, int k) {
+    const int at = (tile * (TILES / 2) + k) * 32;
+    return TABLES_SHARED ? lds64(tables + 8 * at) : ldg64(factor + at);
+  };
   u32 dot = 0, den = 0, e[TILES / 2][4];
 #pragma unroll
-  for (int b = TILES / 2 - 1; b >= 0; b--) {
-    float a[2][4], f[2][4];
+  for (int b = TILES / 2 - 1; b >= 0; b--) {  // two tiles
+    float a[2][4], f[2][4];                   // F x without x itself, and f
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      a[i][0] = a[i][1] = a[i][2] = a[i][3] = f[i][0] = f[i][1] = f[i][2] = f[i][3] = 0.f;
-      uint2 w[TILES / 2];
+    for (int i = 0; i < 2; i++)
 #pragma unroll
-      for (int k = TILES / 2 - 1; k >= b; k--) {
-        const int at = ((2 * b + i) * (TILES / 2) + k) * 32;
-        if (TABLES_SHARED) w[k] = lds64(tables + 8 * at);
-        else w[k] = ldg64(factor + at);
+      for (int v = 0; v < 4; v++) a[i][v] = f[i][v] = 0.f;
+    e[b][0] = e[b][1] = 0;
+#pragma unroll
+    for (int k = TILES / 2 - 1; k > b; k--)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const uint2 w = entry(2 * b + i, k);
+        mma_f16(a[i], row.y[0][2 * k], row.y[1][2 * k], row.y[0][2 * k + 1], row.y[1][2 * k + 1], w.x, w.y, a[i]);
+        mma_f16(f[i], e[k][0], e[k][1], e[k][2], e[k][3], w.x, w.y, f[i]);
       }
 #pragma unroll
-      for (int k = TILES / 2 - 1; k >= b; k--) {  // the errors of block b + 1 have just come: last
-        mma_f16(a[i], row.y[0][2 * k], row.y[1][2 * k], row.y[0][2 * k + 1], row.y[1][2 * k + 1], w[k].x, w[k].y, a[i]);
-        if (k > b) mma_f16(f[i], e[k][0], e[k][1], e[k][2], e[k][3], w[k].x, w[k].y, f[i]);
+    for (int i = 1; i >= 0; i--) {
+      const int tile = 2 * b + i;
+      if (i == 0) {  // what the other tile, which came last, adds; the factor has zeros for this one's own part
+        const uint2 w = entry(tile, b);
+        mma_f16(a[0], row.y[0][tile], row.y[1][tile], row.y[0][tile + 1], row.y[1][tile + 1], w.x, w.y, a[0]);
+        mma_f16(f[0], e[b][0], e[b][1], e[b][2], e[b][3], w.x, w.y, f[0]);
       }
-    }
-    u32 middle[2][2], shifted[2][2], sum[2][2], carried[2], code[2][2], last[2][2];  // x / 15 + 1/2, x + 7.5, f, f of v = 0, 1024 + code, e
-    uint4 own[2];                                                                    // weights of v = 0 and 1, U between them
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      own[i] = lds128(weight + 64 * (2 * b + i));
+      const uint2 own = lds64(weight + 32 * tile);
+      u32 code[2], last[2];  // 1024 + code, e
 #pragma unroll
       for (int v = 0; v < 2; v++) {
-        const u32 x = __byte_perm(row.y[0][2 * b + i], row.y[1][2 * b + i], v ? 0x7632 : 0x5410);
-        middle[i][v] = fma_half2(x, fifteenth, half); shifted[i][v] = add_half2(x, 0x47804780u);
-        sum[i][v] = pack_half(f[i][v], f[i][2 + v]);
-      }
-    }
-#pragma unroll
-    for (int turn = 7; turn >= 0; turn--) {
-      const int i = turn >> 2, owner = turn & 3;
-      uint4 u[2];
-#pragma unroll
-      for (int v = 0; v < 2; v++) u[v] = lds128(corner + (b * 16 + 2 * turn + v) * 64);
-#pragma unroll
-      for (int v = 1; v >= 0; v--) {
-        if (v == 0) carried[i] = fma_half2(last[i][1], own[i].z, sum[i][0]);  // u[1] has 0 in this place
-        code[i][v] = fma_half2(fma_sat_half2(v ? sum[i][1] : carried[i], fifteenth, middle[i][v]), fifteen, magic);
-        last[i][v] = sub_half2(shifted[i][v], add_half2(code[i][v], 0xE400E400u));
-        if (turn == 0 && v == 0) break;  // nothing is left before it
-        const u32 error = __shfl_sync(FULL, last[i][v], (lane & ~3) | owner);
-        sum[0][0] = fma_half2(error, u[v].x, sum[0][0]); sum[0][1] = fma_half2(error, u[v].y, sum[0][1]);
-        if (i) { sum[1][0] = fma_half2(error, u[v].z, sum[1][0]); sum[1][1] = fma_half2(error, u[v].w, sum[1][1]); }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-#pragma unroll
-      for (int v = 0; v < 2; v++) {
-        const u32 r = add_half2(last[i][v], v ? sum[i][1] : carried[i]), z = sub_half2(pack_half(a[i][v], a[i][2 + v]), r);
-        const u32 weighted = mul_half2(v ? own[i].y : own[i].x, z);
+        const u32 x = __byte_perm(row.y[0][tile], row.y[1][tile], v ? 0x7632 : 0x5410), sum = pack_half(f[i][v], f[i][2 + v]);
+        code[v] = fma_half2(fma_sat_half2(add_half2(x, sum), fifteenth, half), fifteen, magic);
+        last[v] = sub_half2(add_half2(x, 0x47804780u), add_half2(code[v], 0xE400E400u));
+        const u32 r = add_half2(last[v], sum), z = sub_half2(add_half2(x, pack_half(a[i][v], a[i][2 + v])), r), weighted = mul_half2(v ? own.y : own.x, z);
         dot = fma_half2(weighted, r, dot); den = fma_half2(weighted, z, den);
       }
 #pragma unroll
-      for (int h = 0; h < 2; h++) e[b][2 * i + h] = __byte_perm(last[i][0], last[i][1], h ? 0x7632 : 0x5410);
-      const int tile = 2 * b + i;
-      const u32 pair = __byte_perm(code[i][0], code[i][1], 0x6240);
+      for (int h = 0; h < 2; h++) e[b][2 * i + h] = __byte_perm(last[0], last[1], h ? 0x7632 : 0x5410);
+      const u32 pair = __byte_perm(code[0], code[1], 0x6240);
       if (tile >= TILES / 2) bytes[tile - TILES / 2] = pair << 4;
       else bytes[tile] |= pair;
     }
@@ -203,8 +172,7 @@ template <int DIM, bool METRIC, int OUTER> DEV void store_rows(const Args& a, co
   if constexpr (METRIC) {
     using Bytes = Tables<TILES>;
     if (TABLES_SHARED) load_matrix<Bytes::FACTOR, 256>(tables, a.factor + (i64)head * TILES * TILES / 2 * 32);
-    load_matrix<Bytes::CORNER, 256>(tables + Bytes::FACTOR, a.corner + (i64)head * TILES / 2 * 64);
-    load_matrix<Bytes::WEIGHT, 256>(tables + Bytes::FACTOR + Bytes::CORNER, a.weight + (i64)head * DIM / 2);
+    load_matrix<Bytes::WEIGHT, 256>(tables + Bytes::FACTOR, a.weight + head * DIM);
   }
   wait_predecessor();
   release_successor();
@@ -287,7 +255,7 @@ template <int DIM, bool METRIC, int OUTER> DEV void store_rows(const Args& a, co
 extern "C" __global__ void __launch_bounds__(256, D <= 128 && DV <= 128 ? 2 : 1) store(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) char smem[];
   const u32 matrix = smem_addr(smem);
-  const int block = blockIdx.x, keys = a.key_blocks;
+  const int block = blockIdx.x, keys = gridDim.x / 2;
   if (block < keys)
     store_rows<D, METRIC_KEYS, OUTER_K>(a, a.key, a.key_stride, a.wk + (i64)blockIdx.y * (D / 8) * ((D + 31) / 32 / OUTER_K) * 32, a.key_bias, block, keys, 0, PS * (D / 2 + DV / 2), KEY_CLIP * 1e-3f, matrix);
   else

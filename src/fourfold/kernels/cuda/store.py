@@ -12,16 +12,14 @@ from fourfold.kernels.cuda.pack import PackedParams, chunks
 from fourfold.layout import PageLayout
 from fourfold.quant.params import middle_clip
 
-_ARGUMENTS = "PPqqPPPqqPPPPPPPiiii"
-"""key, value and their strides, slots, positions, cache and its strides, the parameters' seven, four sizes."""
+_ARGUMENTS = "PPqqPPPqqPPPPPPiii"
+"""key, value and their strides, slots, positions, cache and its strides, the parameters' six, three sizes."""
 _POSITION_ARGUMENTS = "PPPii"
 """lengths, query_start, out, batch, tokens."""
 _BLOCK_TOKENS = (16, 32, 64, 128)
 """Tokens that a block may take at once."""
 _TABLES_SHARED = 128
 """Largest head size whose factor is kept in shared memory."""
-_METRIC_COST = 2.4
-"""Time of keys rounded in the metric of the queries over that of values."""
 
 
 def write_positions(lengths: torch.Tensor, query_start: torch.Tensor, out: torch.Tensor) -> None:
@@ -39,30 +37,26 @@ def write_positions(lengths: torch.Tensor, query_start: torch.Tensor, out: torch
     )
 
 
-def share(units: int, slots: int, cost: float) -> tuple[int, int]:
-    """Blocks of keys and of values of one head, for ``units`` pieces of work each.
-
-    A key's costs ``cost`` times a value's.  Together they are at most ``slots``, so that they run at once, and shared
-    out such that the last one ends early.
-    """
-    if 2 * units <= slots:
-        return units, units
-
-    def rounds(blocks: int) -> int:
-        return -(-units // blocks)
-
-    slots = max(slots, 2)
-    keys = min(range(1, slots), key=lambda n: max(cost * rounds(n), rounds(slots - n)))
-    return -(-units // rounds(keys)), -(-units // rounds(slots - keys))
-
-
 def shared_bytes(layout: PageLayout, metric: bool, outer_k: int, outer_v: int) -> int:
     """Shared memory of a block: the matrix and the bias of its rows, and the tables of ``pack_factor``."""
     d, dv = layout.head_size, layout.head_size_v
     keys, values = (n // 8 * (chunks(n) // o) * 512 + n * 8 for n, o in ((d, outer_k), (dv, outer_v)))
     if metric:
-        keys += (d * d * 2 if d <= _TABLES_SHARED else 0) + d * 64 + d * 8
+        keys += (d * d * 2 if d <= _TABLES_SHARED else 0) + d * 4
     return max(keys, values)
+
+
+def kernel_defines(
+    layout: PageLayout, sink: bool, metric: bool, outer_k: int, outer_v: int, dtype: torch.dtype
+) -> dict[str, int]:
+    """What store.cu is compiled for."""
+    d, dv = layout.head_size, layout.head_size_v
+    return {
+        "D": d, "DV": dv, "PS": layout.block_size, "SINK": int(sink), "METRIC_KEYS": int(metric),
+        "TABLES_SHARED": int(metric and d <= _TABLES_SHARED), "OUTER_K": outer_k, "OUTER_V": outer_v,
+        "KEY_CLIP": round(1000 * middle_clip(d)), "VALUE_CLIP": round(1000 * middle_clip(dv)),
+        "ACT_BF16": int(dtype == torch.bfloat16),
+    }  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
@@ -75,24 +69,18 @@ def _prepare(
     dtype: torch.dtype,
     device: torch.device,
     tokens: int,
-) -> tuple[Launch, int, int]:
-    """The launch for so many tokens, which all layers of a step share, the tokens that a block takes at once, and the
-    blocks of keys."""
-    d, dv = layout.head_size, layout.head_size_v
-    defines = {
-        "D": d, "DV": dv, "PS": layout.block_size, "SINK": int(sink), "METRIC_KEYS": int(metric),
-        "TABLES_SHARED": int(metric and d <= _TABLES_SHARED), "ACT_BF16": int(dtype == torch.bfloat16),
-        "KEY_CLIP": round(1000 * middle_clip(d)), "VALUE_CLIP": round(1000 * middle_clip(dv)),
-        "OUTER_K": outer_k, "OUTER_V": outer_v,
-    }  # fmt: skip
-    shared = shared_bytes(layout, metric, outer_k, outer_v)
+) -> tuple[Launch, int]:
+    """The launch for so many tokens, which all layers of a step share, and the tokens that a block takes at once."""
     heads, multiprocessors = layout.num_kv_heads, torch.cuda.get_device_properties(device).multi_processor_count
-    # Rounding is a long chain of dependent steps, so few tokens are spread over as many multiprocessors as there are.
+    # Rounding is a chain of dependent steps, so few tokens are spread over as many multiprocessors as there are.
     size = next((n for n in _BLOCK_TOKENS if -(-tokens // n) * heads <= multiprocessors), _BLOCK_TOKENS[-1])
-    resident = 2 if max(d, dv) <= 128 else 1
-    keys, values = share(-(-tokens // size), resident * multiprocessors // heads, _METRIC_COST if metric else 1.0)
-    grid = (keys + values, heads, 1)
-    return Launch(load("store", defines, device, shared), _ARGUMENTS, grid, 256, shared), size, keys
+    units, resident = -(-tokens // size), 2 if max(layout.head_size, layout.head_size_v) <= 128 else 1
+    # of keys, and as many of values: all run at once, with as many pieces for each
+    blocks = min(units, max(resident * multiprocessors // (2 * heads), 1))
+    blocks = -(-units // -(-units // blocks))
+    shared = shared_bytes(layout, metric, outer_k, outer_v)
+    kernel = load("store", kernel_defines(layout, sink, metric, outer_k, outer_v, dtype), device, shared)
+    return Launch(kernel, _ARGUMENTS, (2 * blocks, heads, 1), 256, shared), size
 
 
 def store(
@@ -116,11 +104,11 @@ def store(
     if tokens == 0:
         return
     device = key.device
-    launch, size, keys = _prepare(
+    launch, size = _prepare(
         layout, params.sink, params.metric_keys, params.outer_k, params.outer_v, params.dtype, device, tokens
     )
     launch(
         stream_of(device), key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0), slots.data_ptr(),
         positions.data_ptr(), cache.data_ptr(), cache.stride(0), cache.stride(1), *params.store_addresses, tokens,
-        layout.num_kv_heads, size, keys,
+        layout.num_kv_heads, size,
     )  # fmt: skip
