@@ -1,4 +1,4 @@
-"""Quantise and store in Triton: scale search, rounding (plain, or sequential in the metric of the queries), packing."""
+"""Quantise and store in Triton: scale search, rounding (plain, or by groups in the metric of the queries), packing."""
 
 from __future__ import annotations
 
