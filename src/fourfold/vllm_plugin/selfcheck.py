@@ -1,4 +1,5 @@
-"""Before it serves, the engine quantises and attends a few tokens of each layer shape and compares with the oracle."""
+"""Before it serves, the engine quantises and attends a few tokens of each layer shape and compares with the oracle and,
+what it has stored, with the codec."""
 
 from __future__ import annotations
 
@@ -10,18 +11,22 @@ import torch
 from fourfold.errors import FourfoldError
 from fourfold.kernels import reference
 from fourfold.layout import PageLayout
+from fourfold.quant import codec
+from fourfold.quant.params import LayerParams
 from fourfold.vllm_plugin.attention import FourfoldImpl
 
 TOKENS = 37
 LIMITS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Largest accepted relative error; float32 is the kernels' own, the others are the rounding of the output's dtype."""
+STORE_LIMIT = 1.5
+"""Largest accepted error of stored rows, in those of the codec: the kernels' is within 2%, a wrong one far off."""
 
 
 def check(impls: Sequence[FourfoldImpl], dtype: torch.dtype, block: int = 16) -> float:
     """Largest relative error over one layer of each shape, in pages of ``block`` tokens.
 
     Raises:
-        FourfoldError: when a kernel and the oracle disagree on the same bytes.
+        FourfoldError: when a kernel and the oracle disagree on the same bytes, or the stored bytes are not worth it.
     """
     if dtype not in LIMITS:
         raise FourfoldError(f"4-bit pages do not support {dtype} activations", fix="pass --dtype bfloat16 or float32")
@@ -47,6 +52,37 @@ def check(impls: Sequence[FourfoldImpl], dtype: torch.dtype, block: int = 16) ->
     return worst
 
 
+def _stored(
+    params: LayerParams,
+    layout: PageLayout,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> float:
+    """Error of the stored keys or values over that of what the codec makes of them, the larger of both."""
+    first = (torch.arange(len(slots)) == 0)[:, None, None]
+    truth = (
+        codec.transform_key(key, params) - torch.where(first, params.sink_key, 0.0),
+        codec.transform_value(value, params) - torch.where(first, params.sink_value, 0.0),
+    )
+    wanted = torch.zeros_like(cache)
+    codec.store_tokens(wanted, layout, slots, codec.encode(key, value, torch.arange(len(slots)), params))
+    page, slot = slots // layout.block_size, slots % layout.block_size
+    ratios = []
+    for i, rows in enumerate(truth):
+        errors = []
+        for pages in (cache, wanted):
+            views = codec.page_views(pages, layout)
+            stored = codec.dequantise(codec.unpack_row(views[i][page, :, slot]), views[i + 2][page, :, slot])
+            missed = stored - rows
+            if i == 0 and params.query_factor.numel():
+                missed = torch.einsum("thd,hed->the", missed, params.query_factor)
+            errors.append(float(missed.norm()))
+        ratios.append(errors[0] / max(errors[1], 1e-12))
+    return float(np.max(ratios))
+
+
 def _one(impl: FourfoldImpl, dtype: torch.dtype, block: int) -> float:
     params = impl.params
     assert params is not None
@@ -59,12 +95,21 @@ def _one(impl: FourfoldImpl, dtype: torch.dtype, block: int) -> float:
     pages = -(-TOKENS // block)
     cache = torch.zeros(pages, impl.num_kv_heads, layout.head_page_bytes, dtype=torch.uint8)
     query = random(TOKENS, impl.num_heads, impl.head_size)
-    key = random(TOKENS, impl.num_kv_heads, impl.head_size)
-    value = random(TOKENS, impl.num_kv_heads, params.head_size_v)
+    # about where the calibration says that they are, of a size of 1 once they are transformed
+    spread = torch.randn(TOKENS, impl.num_kv_heads, impl.head_size, generator=generator)
+    key = (params.key_centre + torch.einsum("thd,hed->the", spread, params.query_matrix)).to(dtype)
+    value = (params.value_centre + random(TOKENS, impl.num_kv_heads, params.head_size_v)).to(dtype)
     table = torch.arange(pages - 1, -1, -1, dtype=torch.int32)[None].contiguous()
     position = torch.arange(TOKENS)
     slots = table[0, position // block].long() * block + position % block
     outputs = impl.last_token(layout, query, key, value, cache, table, slots)
+    worth = _stored(params, layout, cache, slots, key, value)
+    if not worth <= STORE_LIMIT:
+        raise FourfoldError(
+            f"the self-check of the store for {impl.num_kv_heads} KV heads of {impl.head_size} failed",
+            why=f"its errors are {worth:.1f} times those of the codec (limit {STORE_LIMIT})",
+            fix="clear the compiled kernels in the cache folder; if it persists, report processor and compiler",
+        )
     expected = reference.attend(
         query[-1:].double().numpy(),
         cache.numpy(),
