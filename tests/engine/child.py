@@ -1,7 +1,8 @@
 """Runs engines one after another in a process of its own: ``python child.py JOBS.json`` writes ``JOBS.json.out``.
 
 A job: {"engine": {LLM arguments}, "calls": [{"prompts": [[token ids]], "max_tokens": n | [n, …]}]}.  Its result:
-capacity, what the workers hold, the tokens of each call, when each request was first scheduled, and vLLM's counters.
+capacity, what the workers hold, the tokens of each call, for a call with "gaps" by how much the best token led at each
+place (log-probability), when each request was first scheduled, and vLLM's counters.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ def look(model: Any) -> list[dict[str, Any]]:
     ]
 
 
+def lead(place: Any) -> float:
+    """Log-probability of the best token over the second's."""
+    best, second = sorted((token.logprob for token in place.values()), reverse=True)[:2]
+    return best - second
+
+
 def run(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
@@ -37,15 +44,21 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "blocks": cache.num_gpu_blocks,
         "block_size": cache.block_size,
         "calls": [],
+        "gaps": [],
         "started": [],
     }
     result["layers"] = llm.apply_model(look)[0]
     for call in job.get("calls", []):
         prompts, limits = call["prompts"], call["max_tokens"]
         limits = limits if isinstance(limits, list) else [limits] * len(prompts)
-        params = [SamplingParams(max_tokens=n, temperature=0.0, detokenize=False, ignore_eos=True) for n in limits]
+        more = {"logprobs": 2} if call.get("gaps") else {}
+        params = [
+            SamplingParams(max_tokens=n, temperature=0.0, detokenize=False, ignore_eos=True, **more) for n in limits
+        ]
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         result["calls"].append([list(o.outputs[0].token_ids) for o in outputs])
+        if more:
+            result["gaps"].append([[lead(place) for place in o.outputs[0].logprobs] for o in outputs])
         result["started"].append([o.metrics.scheduled_ts if o.metrics else None for o in outputs])
     wanted = ("num_preemptions", "prefix_cache_hits", "spec_decode_num_accepted_tokens", "spec_decode_num_drafts")
     result["counters"] = {

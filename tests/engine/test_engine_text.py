@@ -1,4 +1,10 @@
-"""In float32, text does not depend on who else is in the batch, nor on how the engine came to compute it."""
+"""In float32, text does not depend on who else is in the batch, nor on how the engine came to compute it.
+
+It may where it hangs by a hair.  The last bits of a product depend on the size of the batch.  An element in the
+middle between two codes then falls either way, later layers see another row, and log-probabilities move by as much as
+four bits cost (up to 0.3 here; 0.00002 without quantising).  So two texts may part where the two best tokens are as
+close as that.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +30,8 @@ from .conftest import Engines
 pytestmark = pytest.mark.engine
 
 TOKENS = 16
+HAIR = 0.35
+"""Lead of the best token, in nats, below which texts of different batches may part."""
 TOPICS = (
     "The history of the harbour begins with", "Write a function that sorts a list.\n\n", "Water boils at",
     "Q: What is the capital of Portugal?\nA:", "Once upon a time there was a lighthouse keeper who",
@@ -34,6 +42,17 @@ def prompts(token_ids: Callable[[str], list[int]], count: int) -> list[list[int]
     """Prompts of 5 to about 400 tokens, all different."""
     filler = " In the spring the ships came back, and the town, which had slept since November, woke up at once."
     return [token_ids(f"Note {i}." + filler * (i * 7 % 17) + " " + TOPICS[i % len(TOPICS)]) for i in range(count)]
+
+
+def assert_same(texts: list[list[int]], wanted: list[list[int]], gaps: list[list[float]]) -> None:
+    """The same texts, but for at most one in eight that parts from ``wanted`` by a hair; ``gaps``: of ``wanted``."""
+    parted = 0
+    for text, other, leads in zip(texts, wanted, gaps, strict=True):
+        place = next((i for i, (a, b) in enumerate(zip(text, other, strict=True)) if a != b), None)
+        if place is not None:
+            assert leads[place] < HAIR, f"parted at {place}, where the best token led by {leads[place]:.2f}"
+            parted += 1
+    assert parted <= len(texts) // 8
 
 
 def engine(model: str, **more: Any) -> dict[str, Any]:
@@ -49,14 +68,14 @@ def test_alone_and_in_batches_and_over_http(
     engines: Engines, smollm2: str, token_ids: Callable[[str], list[int]], tmp_path: Path
 ) -> None:
     texts = prompts(token_ids, 33)
-    calls = [{"prompts": [p], "max_tokens": TOKENS} for p in texts[:8]]
-    calls += [{"prompts": texts[:n], "max_tokens": TOKENS} for n in (2, 8, 33)]
+    calls = [{"prompts": [p], "max_tokens": TOKENS, "gaps": True} for p in texts[:8]]
+    calls += [{"prompts": texts[:n], "max_tokens": TOKENS, "gaps": True} for n in (2, 8, 33)]
     (result,) = engines([{"engine": engine(smollm2), "calls": calls}])
-    alone = [call[0] for call in result["calls"][:8]]
+    alone, gaps = ([call[0] for call in result[name][:8]] for name in ("calls", "gaps"))
     pair, eight, all33 = result["calls"][8:]
     assert pair == alone[:2]
-    assert eight == alone
-    assert all33[:8] == alone
+    assert_same(eight, alone, gaps)
+    assert_same(all33[:8], alone, gaps)
     assert len({tuple(t) for t in all33}) > 10  # real answers to five kinds of prompt, not one degenerate token
 
     async def ask(url: str) -> list[list[int]]:
@@ -81,11 +100,11 @@ def test_alone_and_in_batches_and_over_http(
     with running_server(
         command, environment(MODES["fourfold"], settings), tmp_path / "log", port=port, timeout=300
     ) as url:
-        assert asyncio.run(ask(url)) == all33
+        assert_same(asyncio.run(ask(url)), all33, result["gaps"][-1])
         # larger than the pool: an error for this one, and those behind it are served
         too_long = httpx.post(f"{url}/v1/completions", json={"model": "m", "prompt": [5] * 5000, "max_tokens": 4})
         assert too_long.status_code == 400
-        assert asyncio.run(ask(url)) == all33
+        assert_same(asyncio.run(ask(url)), all33, result["gaps"][-1])
 
 
 def weak_drafter(model: str, folder: Path) -> str:

@@ -97,8 +97,8 @@ def _one(impl: FourfoldImpl, dtype: torch.dtype, block: int) -> float:
     query = random(TOKENS, impl.num_heads, impl.head_size)
     # about where the calibration says that they are, of a size of 1 once they are transformed
     spread = torch.randn(TOKENS, impl.num_kv_heads, impl.head_size, generator=generator)
-    key = (params.key_centre + torch.einsum("thd,hed->the", spread, params.query_matrix)).to(dtype)
-    value = (params.value_centre + random(TOKENS, impl.num_kv_heads, params.head_size_v)).to(dtype)
+    key = (params.key_centre + torch.einsum("thd,hed->the", spread, params.query_matrix)).to(dtype).contiguous()
+    value = (params.value_centre + random(TOKENS, impl.num_kv_heads, params.head_size_v)).to(dtype).contiguous()
     table = torch.arange(pages - 1, -1, -1, dtype=torch.int32)[None].contiguous()
     position = torch.arange(TOKENS)
     slots = table[0, position // block].long() * block + position % block
