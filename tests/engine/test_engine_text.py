@@ -1,10 +1,4 @@
-"""In float32, text does not depend on who else is in the batch, nor on how the engine came to compute it.
-
-It may where it hangs by a hair.  The last bits of a product depend on the size of the batch.  An element in the
-middle between two codes then falls either way, later layers see another row, and log-probabilities move by as much as
-four bits cost (up to 0.3 here; 0.00002 without quantising).  So two texts may part where the two best tokens are as
-close as that.
-"""
+"""In float32, text does not depend on who else is in the batch, nor on how the engine came to compute it."""
 
 from __future__ import annotations
 
@@ -26,12 +20,11 @@ from fourfold.config import Settings
 from fourfold.modes import MODES, environment
 
 from .conftest import Engines
+from .texts import assert_same
 
 pytestmark = pytest.mark.engine
 
 TOKENS = 16
-HAIR = 0.35
-"""Lead of the best token, in nats, below which texts of different batches may part."""
 TOPICS = (
     "The history of the harbour begins with", "Write a function that sorts a list.\n\n", "Water boils at",
     "Q: What is the capital of Portugal?\nA:", "Once upon a time there was a lighthouse keeper who",
@@ -42,17 +35,6 @@ def prompts(token_ids: Callable[[str], list[int]], count: int) -> list[list[int]
     """Prompts of 5 to about 400 tokens, all different."""
     filler = " In the spring the ships came back, and the town, which had slept since November, woke up at once."
     return [token_ids(f"Note {i}." + filler * (i * 7 % 17) + " " + TOPICS[i % len(TOPICS)]) for i in range(count)]
-
-
-def assert_same(texts: list[list[int]], wanted: list[list[int]], gaps: list[list[float]]) -> None:
-    """The same texts, but for at most one in eight that parts from ``wanted`` by a hair; ``gaps``: of ``wanted``."""
-    parted = 0
-    for text, other, leads in zip(texts, wanted, gaps, strict=True):
-        place = next((i for i, (a, b) in enumerate(zip(text, other, strict=True)) if a != b), None)
-        if place is not None:
-            assert leads[place] < HAIR, f"parted at {place}, where the best token led by {leads[place]:.2f}"
-            parted += 1
-    assert parted <= len(texts) // 8
 
 
 def engine(model: str, **more: Any) -> dict[str, Any]:
