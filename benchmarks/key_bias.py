@@ -57,7 +57,7 @@ def row_of(layer: int, heads: Heads, params: LayerParams) -> dict[str, float]:
     exact = codec.transform_key(key, params)
 
     def seen(x: torch.Tensor) -> float:
-        return torch.einsum("thd,hde,the->", x, params.metric, x).item()
+        return torch.einsum("thd,hed->the", x, params.query_factor).square().sum().item()
 
     fp8 = codec.transform_key(key.to(torch.float8_e4m3fn).float(), params) - exact
     four = codec.dequantise(*codec.quantise(exact, params)) - exact

@@ -99,6 +99,7 @@ inline u16 half_bits(double x) { const _Float16 h = (_Float16)x; u16 v; memcpy(&
 inline float half_lo(u32 v) { return half_value((u16)v); }
 inline float half_hi(u32 v) { return half_value((u16)(v >> 16)); }
 inline u32 pack_half(float lo, float hi) { return half_bits(lo) | (u32)half_bits(hi) << 16; }
+inline u32 pack_half_finite(float lo, float hi) { return pack_half(min(max(lo, -65504.f), 65504.f), min(max(hi, -65504.f), 65504.f)); }
 #if ACT_BF16
 inline float act_value(u16 v) { return __uint_as_float((u32)v << 16); }
 #else
@@ -114,6 +115,8 @@ inline u32 fma_sat_half2(u32 a, u32 b, u32 c) { return both(a, b, c, [](double x
 inline u32 add_half2(u32 a, u32 b) { return both(a, b, 0, [](double x, double y, double) { return x + y; }); }
 inline u32 sub_half2(u32 a, u32 b) { return both(a, b, 0, [](double x, double y, double) { return x - y; }); }
 inline u32 mul_half2(u32 a, u32 b) { return both(a, b, 0, [](double x, double y, double) { return x * y; }); }
+inline u32 max_half2(u32 a, u32 b) { return both(a, b, 0, [](double x, double y, double) { return max(x, y); }); }
+inline u32 abs_half2(u32 a) { return a & 0x7fff7fffu; }
 inline int dot4(u32 a, u32 b, int c) {
   for (int h = 0; h < 32; h += 8) c += (int)(signed char)(a >> h) * (int)(signed char)(b >> h);
   return c;
@@ -175,6 +178,7 @@ inline void copy16(u32 to, const void* from) { memcpy(smem + to, from, 16); }
 inline void copy_commit() {}
 template <int> void copy_wait() {}
 template <class T> T loaded(const void* p) { T v; memcpy(&v, p, sizeof v); return v; }
+inline u32 lds32(u32 a) { return loaded<u32>(smem + a); }
 inline uint2 lds64(u32 a) { return loaded<uint2>(smem + a); }
 inline uint4 lds128(u32 a) { return loaded<uint4>(smem + a); }
 inline uint2 ldg64(const void* p) { return loaded<uint2>(p); }

@@ -19,14 +19,14 @@ from fourfold.layout import PageLayout
 HARNESS = """
 #include "store.cu"
 alignas(128) char smem[SHARED];
-extern "C" void run(const void* arguments, int blocks, int heads) {
+extern "C" void run(const void* arguments, int heads, int blocks) {
   Args a;
   memcpy(&a, arguments, sizeof a);
-  cpu::grid_size = {(u32)blocks, (u32)heads};
+  cpu::grid_size = {(u32)heads, (u32)blocks};
   for (int h = 0; h < heads; h++)
     for (int b = 0; b < blocks; b++) {
       memset(smem, 0xff, SHARED);  // NaN, whatever is not written
-      cpu::block_index = {(u32)b, (u32)h};
+      cpu::block_index = {(u32)h, (u32)b};
       cpu::body = [&] { store(a); };
       cpu::run_block();
     }
@@ -78,4 +78,4 @@ def store(
     )  # fmt: skip
     size = library.argument_bytes()
     assert len(packed) <= size < len(packed) + 8
-    library.run(packed.ljust(size, b"\0"), 2 * blocks, layout.num_kv_heads)
+    library.run(packed.ljust(size, b"\0"), layout.num_kv_heads, 2 * blocks)

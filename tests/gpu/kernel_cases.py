@@ -147,9 +147,10 @@ class StoreCase:
                 if self.metric and i == 0:
                     missed, size = (torch.einsum("thd,hed->the", x, params.query_factor) for x in (missed, size))
                 errors.append((missed.norm() / size.norm()).item())
-        assert errors[0] < errors[2] * 1.02
+        assert errors[0] < errors[2] * 1.01
         assert errors[1] < errors[3] * 1.01
-        assert (got == self.want).float().mean() > 0.95
+        # in the metric a code that falls the other way (matrices are rounded) changes the codes after it
+        assert (got == self.want).float().mean() > (0.93 if self.metric else 0.97)
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:

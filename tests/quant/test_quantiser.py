@@ -106,7 +106,7 @@ def test_codes_and_scales_of_a_known_row() -> None:
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
-def test_three_clips_do_as_well_as_six(size: int) -> None:
+def test_two_clips_do_nearly_as_well_as_six(size: int) -> None:
     x = torch.randn(20_000, size, generator=torch.Generator().manual_seed(8))
     peak = x.abs().amax(-1, keepdim=True)
     best = torch.full((len(x),), torch.inf)
@@ -116,7 +116,7 @@ def test_three_clips_do_as_well_as_six(size: int) -> None:
         fitted = (x * codes).sum(-1, keepdim=True) / codes.square().sum(-1, keepdim=True)
         best = torch.minimum(best, (x - codes * fitted).square().sum(-1))
     got = (codec.dequantise(*codec.quantise(x)) - x).square().sum(-1)
-    assert got.mean() < best.mean() * 1.003
+    assert got.mean() < best.mean() * 1.008
 
 
 def test_rows_of_zeros_and_of_huge_values_stay_finite() -> None:

@@ -19,13 +19,13 @@ def quantise(x: torch.Tensor, params: LayerParams | None = None) -> tuple[torch.
 
     Args:
         x: [..., D] float, transformed values, or with ``params`` transformed keys [T, HK, D].
-        params: round and fit in the metric of the layer's queries (``LayerParams.query_factor``), a group of elements
+        params: round in the metric of the layer's queries (``LayerParams.query_factor``), a group of elements
             at a time; None for plain rounding.
 
     Returns:
         codes [..., D] uint8 in 0..15 and scale [...] float16; ``(codes - 7.5) * scale`` is the dequantised row.
-        The scale is the best of three clips of the absolute maximum (in the metric the middle one: a search gains
-        nothing there), then fitted by least squares to the codes.
+        The scale is the better of two clips of the absolute maximum, then fitted by least squares to the codes; in the
+        metric it is the middle clip (a search gains nothing there, a fit 1% of the error for twice the work).
     """
     x = x.to(torch.float32)
     peak = x.abs().amax(-1, keepdim=True).clamp_min(1e-8)
@@ -38,7 +38,8 @@ def quantise(x: torch.Tensor, params: LayerParams | None = None) -> tuple[torch.
         best = torch.minimum(error, best)
     if params is None or not params.query_factor.numel():
         codes = _round(x, scale)
-        weighed = codes - ZERO_POINT
+        centred = codes - ZERO_POINT
+        scale = ((x * centred).sum(-1, keepdim=True) / centred.square().sum(-1, keepdim=True)).clamp_min(0)
     else:
         feedback = params.feedback
         target = x.clone()
@@ -47,9 +48,7 @@ def quantise(x: torch.Tensor, params: LayerParams | None = None) -> tuple[torch.
             codes[..., i] = _round(target[..., i], scale[..., 0])
             error = x[..., i] - (codes[..., i] - ZERO_POINT) * scale[..., 0]
             target[..., :i] += error[..., None] * feedback[..., i, :i]
-        weighed = torch.einsum("thd,hde->the", codes - ZERO_POINT, params.metric)
-    fitted = (x * weighed).sum(-1) / ((codes - ZERO_POINT) * weighed).sum(-1)
-    return codes.to(torch.uint8), fitted.clamp_min(0).to(torch.float16)
+    return codes.to(torch.uint8), scale[..., 0].to(torch.float16)
 
 
 def _round(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

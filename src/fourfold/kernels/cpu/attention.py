@@ -78,7 +78,6 @@ class CpuLayer:
             "sink_key": params.sink_key,
             "sink_value": params.sink_value,
             "feedback": params.feedback,
-            "metric": params.metric,
             "key_clips": torch.tensor(params.key_clips),
             "value_clips": torch.tensor(clips(params.head_size_v)),
         }

@@ -26,7 +26,7 @@ _INTEGERS_BEFORE = "tokens sequences heads kv_heads head_size head_size_v block_
 _STRIDES = "page_stride head_stride v_codes k_scales v_scales"
 _MATRICES = (
     "key_centre key_matrix query_matrix value_centre value_matrix value_inverse "
-    "sink_key sink_value feedback metric key_clips value_clips"
+    "sink_key sink_value feedback key_clips value_clips"
 )
 
 

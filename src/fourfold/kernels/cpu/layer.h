@@ -79,12 +79,10 @@ class Layer {
           for (int e = 0; e < D; e++) y[r][e] -= sink[e];
         uint8_t* page = head_page(c.slots[t] / c.block_size, h);
         const int64_t slot = c.slots[t] % c.block_size;
-        const bool shaped = is_key && c.feedback != nullptr;
-        const float* feedback = shaped ? c.feedback + (size_t)h * D * D : nullptr;
-        const float* metric = shaped ? c.metric + (size_t)h * D * D : nullptr;
+        const float* feedback = is_key && c.feedback != nullptr ? c.feedback + (size_t)h * D * D : nullptr;
         uint8_t* codes = page + (is_key ? 0 : c.v_codes) + slot * (D / 2);
         const uint16_t scale = quantise_row(y[r], D, is_key ? c.key_clips : c.value_clips,
-                                            (int)(is_key ? c.key_clip_count : c.value_clip_count), feedback, metric, codes);
+                                            (int)(is_key ? c.key_clip_count : c.value_clip_count), feedback, codes);
         std::memcpy(page + (is_key ? c.k_scales : c.v_scales) + 2 * slot, &scale, 2);
       }
     }

@@ -43,7 +43,6 @@ struct ff_call {
   const float* sink_key;         // [HK, D]      added centre of position 0, transformed basis
   const float* sink_value;       // [HK, DV]
   const float* feedback;         // [HK, D, D]   LayerParams.feedback, or null: plain rounding of keys
-  const float* metric;           // [HK, D, D]   LayerParams.metric, or null
   const float* key_clips;        // [key_clip_count] candidates, fractions of the absolute maximum
   const float* value_clips;      // [value_clip_count]
   int64_t key_clip_count, value_clip_count;

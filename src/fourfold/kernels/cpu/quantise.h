@@ -16,11 +16,11 @@ inline f8 round_code(f8 x, f8 inverse) {
   return minimum(maximum(c, splat(0.f)), splat(15.f));
 }
 
-// Chooses among `clips` the scale of least squared error, rounds, and fits the scale by least squares.  With `feedback` and
-// `metric` (both [n, n]) each element's error is carried into the elements still to be rounded, and the fit is in `metric`.
+// Chooses among `clips` the scale of least squared error, rounds, and fits the scale by least squares.  With `feedback` [n, n]
+// each element's error is carried into the elements still to be rounded, and the scale stays.
 // x has n elements (n % 8 == 0).  Writes n/2 bytes of codes and returns the float16 scale.
 inline uint16_t quantise_row(const float* x, int n, const float* clips, int clip_count, const float* feedback,
-                             const float* metric, uint8_t* codes) {
+                             uint8_t* codes) {
   f8 top = splat(0.f);
   for (int e = 0; e < n; e += 8) top = maximum(top, absolute(load(x + e)));
   const float peak = std::max(largest(top), 1e-8f);
@@ -52,18 +52,14 @@ inline uint16_t quantise_row(const float* x, int n, const float* clips, int clip
       for (int j = 0; j < i; j += 8) store(t + j, load(t + j) + error * load(row + j));
     }
   }
+  for (int j = 0; j < n / 2; j++) codes[j] = (uint8_t)((int)c[j] | ((int)c[j + n / 2] << 4));
+  if (feedback != nullptr) return float_to_half(scale);
   f8 xc = splat(0.f), cc = splat(0.f);
   for (int e = 0; e < n; e += 8) {
     const f8 v = load(c + e) - splat(ZERO_POINT);
-    f8 weighed = v;
-    if (feedback != nullptr) {
-      weighed = splat(0.f);
-      for (int d = 0; d < n; d++) weighed += splat(c[d] - ZERO_POINT) * load(metric + (size_t)d * n + e);
-    }
-    xc += load(x + e) * weighed;
-    cc += v * weighed;
+    xc += load(x + e) * v;
+    cc += v * v;
   }
-  for (int j = 0; j < n / 2; j++) codes[j] = (uint8_t)((int)c[j] | ((int)c[j + n / 2] << 4));
   return float_to_half(std::max(sum(xc) / sum(cc), 0.f));
 }
 

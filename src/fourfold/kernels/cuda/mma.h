@@ -23,6 +23,8 @@ DEV float half_lo(u32 v) { float f; asm("{.reg .b16 l,h; mov.b32 {l,h}, %1; cvt.
 DEV float half_hi(u32 v) { float f; asm("{.reg .b16 l,h; mov.b32 {l,h}, %1; cvt.f32.f16 %0, h;}" : "=f"(f) : "r"(v)); return f; }
 // two floats to fp16x2 (low half = lo)
 DEV u32 pack_half(float lo, float hi) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
+// the same, clamped to what fp16 holds
+DEV u32 pack_half_finite(float lo, float hi) { u32 r; asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
 // two floats to the activation type
 DEV u32 pack_act(float lo, float hi) {
   u32 r;
@@ -50,6 +52,8 @@ DEV u32 add_half2(u32 a, u32 b) { u32 r; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r
 DEV u32 sub_half2(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DEV u32 mul_half2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DEV u32 fma_sat_half2(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.sat.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+DEV u32 max_half2(u32 a, u32 b) { u32 r; asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DEV u32 abs_half2(u32 a) { u32 r; asm("abs.f16x2 %0, %1;" : "=r"(r) : "r"(a)); return r; }
 DEV int dot4(u32 a, u32 b, int c) { int r; asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DEV u32 mad(u32 a, u32 b, u32 c) { u32 r; asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 // a constant that stays in a register: a half2 instruction takes one immediate only

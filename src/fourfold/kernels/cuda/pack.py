@@ -63,12 +63,12 @@ class PackedParams:
     Attributes:
         dtype: float16 or bfloat16, of activations and matrices.
         wq, wk: packed per KV head; wv, wo: packed once for all heads.  wk and wv: the blocks of ``outer_blocks``.
-        key_bias, value_bias: [3, HK, D or Dv] float32, added to k Wk and v R, see ``pack_bias``.
+        key_bias, value_bias: [2, HK, 2 D or 2 Dv] float32, added to k Wk and v R, see ``pack_bias``.
         outer_k, outer_v: rows of the outer Hadamard matrices.
         value_centre: [HK, Dv] float32.
         sink_key: [HK, 32 chunks] float32 in the query operand's order; sink_value: [HK, Dv] float32.
         sink: whether position 0 has its own centre.
-        factor, weight: the metric of the queries for store.cu (empty without), see ``pack_factor``.
+        factor: the metric of the queries for store.cu (empty without), see ``pack_factor``.
     """
 
     dtype: torch.dtype
@@ -82,7 +82,6 @@ class PackedParams:
     sink_key: torch.Tensor
     sink_value: torch.Tensor
     factor: torch.Tensor
-    weight: torch.Tensor
     outer_k: int
     outer_v: int
     sink: bool
@@ -93,7 +92,7 @@ class PackedParams:
     metric_keys: bool = field(init=False)
     """Whether keys are rounded in the metric of the queries."""
     store_addresses: tuple[int, ...] = field(init=False)
-    """wk, wv, the biases and the metric's tables, as store.cu takes them."""
+    """wk, wv, the biases and the metric's table, as store.cu takes them."""
 
     sink_addresses: tuple[int, int] = field(init=False)
     """sink_key and sink_value, or null, as query.cu and merge.cu take them."""
@@ -101,29 +100,25 @@ class PackedParams:
     def __post_init__(self) -> None:
         sinks = (self.sink_key.data_ptr(), self.sink_value.data_ptr()) if self.sink else (0, 0)
         object.__setattr__(self, "sink_addresses", sinks)
-        tables = (self.wk, self.wv, self.key_bias, self.value_bias, self.factor, self.weight)
+        tables = (self.wk, self.wv, self.key_bias, self.value_bias, self.factor)
         object.__setattr__(self, "metric_keys", self.factor.numel() > 0)
         object.__setattr__(self, "store_addresses", tuple(t.data_ptr() for t in tables))
 
 
-def pack_factor(params: LayerParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tables of the rounding in the metric of the queries; empty without.
+def pack_factor(params: LayerParams) -> torch.Tensor:
+    """Table of the rounding in the metric of the queries; empty without.
 
     Returns:
-        factor [HK, D / 8 tiles, D / 16 blocks, 32 lanes, 4] float16: lane 4 g + q of tile j and block k holds columns
-        16 k + 2 q, + 1, + 8, + 9 of row 8 j + g of ``LayerParams.feedback`` transposed.
-        weight [HK, D, 2] float16: ``LayerParams.group_weights``, of which a head's largest is 1 / 256, each twice.
+        [HK, D / 16 pairs of tiles, D / 16 blocks, 32 lanes, 8] float16: lane 4 g + q of pair b and block k holds
+        columns 16 k + 2 q, + 1, + 8, + 9 of row 16 b + g, then of row 16 b + 8 + g, of ``LayerParams.feedback`` transposed.
     """
     if not params.query_factor.numel():
-        return torch.zeros(0), torch.zeros(0)
+        return torch.zeros(0)
     factor = params.feedback.transpose(1, 2)
     heads, size, _ = factor.shape
-    # columns 16 k + 8 b + 2 q + x -> [head, tile, g, block, b, q, x] -> [head, tile, block, g, q, b, x]
-    split = factor.reshape(heads, size // 8, 8, size // 16, 2, 4, 2).permute(0, 1, 3, 2, 5, 4, 6)
-    packed = split.reshape(heads, size // 8, size // 16, 32, 4).to(torch.float16).contiguous()
-    weight = params.group_weights
-    weight = (weight / weight.amax(1, keepdim=True) / 256).to(torch.float16)
-    return packed, weight[..., None].repeat_interleave(2, -1).contiguous()
+    # [head, pair, i, g, block, b, q, x] -> [head, pair, block, g, q, i, b, x]
+    split = factor.reshape(heads, size // 16, 2, 8, size // 16, 2, 4, 2).permute(0, 1, 4, 3, 6, 2, 5, 7)
+    return split.reshape(heads, size // 16, size // 16, 32, 8).to(torch.float16).contiguous()
 
 
 def pack_params(params: LayerParams, dtype: torch.dtype, device: torch.device | str) -> PackedParams:
@@ -143,10 +138,8 @@ def pack_params(params: LayerParams, dtype: torch.dtype, device: torch.device | 
     value_bias = -params.value_centre @ wv[0].float()
     operand_nibble = torch.where(torch.arange(order.numel()) // 2 % 2 == 1, 16.0, 1.0)
     sink_key = params.sink_key[:, order.clamp_min(0)] * (order >= 0) * operand_nibble
-    factor, weight = (t.to(device) for t in pack_factor(params))
     return PackedParams(
-        factor=factor,
-        weight=weight,
+        factor=pack_factor(params).to(device),
         dtype=dtype,
         wq=wq.to(device),
         wk=pack_matrix(outer_blocks(wk, outer_k), torch.arange(d // outer_k)).to(device),
@@ -188,14 +181,13 @@ def outer_blocks(matrix: torch.Tensor, outer: int) -> torch.Tensor:
 
 
 def pack_bias(bias: torch.Tensor, sink: torch.Tensor, outer: int) -> torch.Tensor:
-    """[3, HK, D] float32 as store.cu adds it.
+    """[2, HK, 2 D] float32: ``bias``, and at position 0 ``bias - sink`` (both [HK, D]), as store.cu adds them.
 
-    The first two thirds are ``bias`` before the outer Hadamard matrix, elements 2 q and 2 q + 1 of a tile of 8 twice
-    for lane q: where the matrix unit starts.  The last third, at position 0 only, is minus ``sink``; both [HK, D].
+    That is before the outer Hadamard matrix, elements 2 q and 2 q + 1 of a tile of 8 twice for lane q.
     """
-    turned = torch.einsum("hae,ab->hbe", bias.unflatten(-1, (outer, -1)), hadamard(outer).sign().to(bias) / outer)
-    twice = turned.reshape(-1, 1, 2).repeat(1, 2, 1)
-    return torch.cat([twice.reshape(2, *bias.shape), -sink[None]]).contiguous()
+    both = torch.stack([bias, bias - sink])
+    turned = torch.einsum("shae,ab->shbe", both.unflatten(-1, (outer, -1)), hadamard(outer).sign().to(bias) / outer)
+    return turned.reshape(*both.shape[:2], -1, 1, 2).repeat(1, 1, 1, 2, 1).flatten(2).contiguous()
 
 
 QUERY_GAIN = 16.0

@@ -17,48 +17,64 @@ template <int CHUNKS, int WIDTH> DEV void fetch_rows(uint4 (&v)[CHUNKS][2], cons
       if (row && (WIDTH % 32 == 0 || 32 * c + 8 * q4 < WIDTH)) v[c][half] = ldg128(row + 32 * c + 8 * q4);
     }
 }
-// The A operand of them.  `one` is 1, but the compiler must not know: the unit wants registers of the two rows interleaved, a
+// The A operand of a chunk.  `one` is 1, but the compiler must not know: the unit wants registers of the two rows interleaved, a
 // 16-byte load gives one row's, and a plain copy is put before every product instead of here.  A product, since the other
 // pipe is the busier one in store.cu.
-template <int CHUNKS> DEV void interleave(u32 (&r)[CHUNKS][8], const uint4 (&v)[CHUNKS][2], u32 one) {
+DEV void interleave(u32 (&r)[8], const uint4 (&v)[2], u32 one) {
 #pragma unroll
-  for (int c = 0; c < CHUNKS; c++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      r[c][half] = v[c][half].x * one; r[c][2 + half] = v[c][half].y * one; r[c][4 + half] = v[c][half].z * one; r[c][6 + half] = v[c][half].w * one;
-    }
+  for (int half = 0; half < 2; half++) {
+    r[half] = v[half].x * one; r[2 + half] = v[half].y * one; r[4 + half] = v[half].z * one; r[6 + half] = v[half].w * one;
+  }
 }
 template <int CHUNKS, int WIDTH> DEV void load_rows(u32 (&r)[CHUNKS][8], const u16* row0, const u16* row1, int q4, u32 one) {
   uint4 v[CHUNKS][2];
   fetch_rows<CHUNKS, WIDTH>(v, row0, row1, q4);
-  interleave(r, v, one);
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) interleave(r[c], v[c], one);
 }
-// 16 rows times all tiles of the matrix in shared memory, chunk after chunk: consecutive products are independent.
+// y = start + 16 rows times the matrix in shared memory, in fp16: y[h][j] is elements 8 j + 2 q, + 1 of row g + 8 h.
 // The matrix is diag(M_0, M_1, ..) (H x I) with a Hadamard matrix H of OUTER rows (pack.py), of which the M are in memory:
-// products inside each block of rows, then sums and differences of the blocks' results.
-template <int CHUNKS, int TILES, int OUTER> DEV void multiply(float (&d)[TILES][4], const u32 (&r)[CHUNKS][8], u32 matrix, int lane) {
-  constexpr int AT_ONCE = TILES / OUTER % 4 ? 2 : 4, WIDE = TILES / OUTER, DEEP = CHUNKS / OUTER;
+// products inside each block of rows, then sums and differences of the blocks' results.  `start` (shared memory) is what is
+// added before those, elements 2 q, + 1 of a tile twice for lane q.
+template <int CHUNKS, int TILES, int OUTER> DEV void multiply(u32 (&y)[2][TILES], const uint4 (&raw)[CHUNKS][2], u32 one, u32 matrix, u32 start, int lane) {
+  constexpr int WIDE = TILES / OUTER, DEEP = CHUNKS / OUTER, AT_ONCE = WIDE % 4 ? 2 : 4;
 #pragma unroll
-  for (int c = 0; c < CHUNKS; c++)
+  for (int o = 0; o < OUTER; o++) {
+    float d[WIDE][4];
 #pragma unroll
-    for (int j = c / DEEP * WIDE; j < (c / DEEP + 1) * WIDE; j += AT_ONCE) {
-      uint4 w[AT_ONCE];
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) w[i] = lds128(matrix + (((j + i) * DEEP + c % DEEP) * 32 + lane) * 16);
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) mma_act(d[j + i], r[c][0], r[c][1], r[c][2], r[c][3], w[i].x, w[i].y);
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) mma_act(d[j + i], r[c][4], r[c][5], r[c][6], r[c][7], w[i].z, w[i].w);
+    for (int j = 0; j < WIDE; j++) {
+      const uint4 b = lds128(start + 64 * (o * WIDE + j) + 16 * (lane & 3));
+      d[j][0] = __uint_as_float(b.x); d[j][1] = __uint_as_float(b.y); d[j][2] = __uint_as_float(b.z); d[j][3] = __uint_as_float(b.w);
     }
+#pragma unroll
+    for (int c = 0; c < DEEP; c++) {
+      u32 r[8];
+      interleave(r, raw[o * DEEP + c], one);
+#pragma unroll
+      for (int j = 0; j < WIDE; j += AT_ONCE) {  // consecutive products are independent
+        uint4 w[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) w[i] = lds128(matrix + (((o * WIDE + j + i) * DEEP + c) * 32 + lane) * 16);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) mma_act(d[j + i], r[0], r[1], r[2], r[3], w[i].x, w[i].y);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) mma_act(d[j + i], r[4], r[5], r[6], r[7], w[i].z, w[i].w);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < WIDE; j++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) y[h][o * WIDE + j] = pack_half_finite(d[j][2 * h], d[j][2 * h + 1]);
+  }
 #pragma unroll
   for (int apart = 1; apart < OUTER; apart *= 2)
 #pragma unroll
     for (int j = 0; j < TILES; j++)
       if (j / WIDE / apart % 2 == 0)
 #pragma unroll
-        for (int v = 0; v < 4; v++) {
-          const float low = d[j][v], high = d[j + apart * WIDE][v];
-          d[j][v] = low + high; d[j + apart * WIDE][v] = low - high;
+        for (int h = 0; h < 2; h++) {
+          const u32 low = y[h][j], high = y[h][j + apart * WIDE];
+          y[h][j] = add_half2(low, high); y[h][j + apart * WIDE] = sub_half2(low, high);
         }
 }
 template <int BYTES, int THREADS> DEV void load_matrix(u32 dst, const void* src) {

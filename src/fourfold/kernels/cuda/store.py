@@ -10,10 +10,10 @@ from fourfold.kernels.cuda.compile import load, pointer, stream_of
 from fourfold.kernels.cuda.launch import Launch
 from fourfold.kernels.cuda.pack import PackedParams, chunks
 from fourfold.layout import PageLayout
-from fourfold.quant.params import middle_clip
+from fourfold.quant.params import CLIP_APART, middle_clip
 
-_ARGUMENTS = "PPqqPPPqqPPPPPPiii"
-"""key, value and their strides, slots, positions, cache and its strides, the parameters' six, three sizes."""
+_ARGUMENTS = "PPqqPPPqqPPPPPiii"
+"""key, value and their strides, slots, positions, cache and its strides, the parameters' five, three sizes."""
 _POSITION_ARGUMENTS = "PPPii"
 """lengths, query_start, out, batch, tokens."""
 _BLOCK_TOKENS = (16, 32, 64, 128)
@@ -38,11 +38,11 @@ def write_positions(lengths: torch.Tensor, query_start: torch.Tensor, out: torch
 
 
 def shared_bytes(layout: PageLayout, metric: bool, outer_k: int, outer_v: int) -> int:
-    """Shared memory of a block: the matrix and the bias of its rows, and the tables of ``pack_factor``."""
+    """Shared memory of a block: the matrix and both biases of its rows, and the table of ``pack_factor``."""
     d, dv = layout.head_size, layout.head_size_v
-    keys, values = (n // 8 * (chunks(n) // o) * 512 + n * 8 for n, o in ((d, outer_k), (dv, outer_v)))
-    if metric:
-        keys += (d * d * 2 if d <= _TABLES_SHARED else 0) + d * 4
+    keys, values = (n // 8 * (chunks(n) // o) * 512 + n * 16 for n, o in ((d, outer_k), (dv, outer_v)))
+    if metric and d <= _TABLES_SHARED:
+        keys += d * d * 2
     return max(keys, values)
 
 
@@ -55,6 +55,7 @@ def kernel_defines(
         "D": d, "DV": dv, "PS": layout.block_size, "SINK": int(sink), "METRIC_KEYS": int(metric),
         "TABLES_SHARED": int(metric and d <= _TABLES_SHARED), "OUTER_K": outer_k, "OUTER_V": outer_v,
         "KEY_CLIP": round(1000 * middle_clip(d)), "VALUE_CLIP": round(1000 * middle_clip(dv)),
+        "CLIP_APART": round(1000 * CLIP_APART),
         "ACT_BF16": int(dtype == torch.bfloat16),
     }  # fmt: skip
 
@@ -80,7 +81,7 @@ def _prepare(
     blocks = -(-units // -(-units // blocks))
     shared = shared_bytes(layout, metric, outer_k, outer_v)
     kernel = load("store", kernel_defines(layout, sink, metric, outer_k, outer_v, dtype), device, shared)
-    return Launch(kernel, _ARGUMENTS, (2 * blocks, heads, 1), 256, shared), size
+    return Launch(kernel, _ARGUMENTS, (heads, 2 * blocks, 1), 256, shared), size
 
 
 def store(

@@ -9,7 +9,7 @@ import triton.language as tl
 from fourfold.kernels.triton.params import TritonParams
 from fourfold.layout import PageLayout
 from fourfold.quant.codec import transform_key
-from fourfold.quant.params import middle_clip
+from fourfold.quant.params import CLIP_APART, middle_clip
 
 
 @triton.jit
@@ -20,10 +20,10 @@ def _round(x, inverse):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_kernel(  # type: ignore[no-untyped-def]
-    key, value, slots, cache, scales, feedback, factor,
+    key, value, slots, cache, scales, feedback,
     page_stride, head_stride, heads,
     D: tl.constexpr, DV: tl.constexpr, PS: tl.constexpr, PAD: tl.constexpr, METRIC: tl.constexpr,
-    KEY_CLIP: tl.constexpr, VALUE_CLIP: tl.constexpr,
+    KEY_CLIP: tl.constexpr, VALUE_CLIP: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """One program a (token, head, key or value); key and value [T, HK, D or DV] float32 are already transformed."""
     token, head, which = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -40,8 +40,8 @@ def _store_kernel(  # type: ignore[no-untyped-def]
         best = peak * 0.0 + 3e38
         middle = KEY_CLIP if which == 0 else VALUE_CLIP
         scale = peak * middle / 7.5
-        for n in range(1 if METRIC and which == 0 else 3):
-            s = scale if METRIC and which == 0 else peak * (middle + 0.08 - 0.08 * n) / 7.5
+        for n in range(1 if METRIC and which == 0 else 2):
+            s = scale if METRIC and which == 0 else peak * (middle + APART - 2 * APART * n) / 7.5
             a = tl.where(valid, low - (_round(low, 1.0 / s) - 7.5) * s, 0.0)
             b = tl.where(valid, high - (_round(high, 1.0 / s) - 7.5) * s, 0.0)
             error = tl.sum(a * a, 0) + tl.sum(b * b, 0)
@@ -68,18 +68,7 @@ def _store_kernel(  # type: ignore[no-untyped-def]
                 carry = feedback + (head * D + e) * D
                 target_low += missed * tl.load(carry + i, mask=valid, other=0.0)
                 target_high += missed * tl.load(carry + half + i, mask=valid, other=0.0)
-            dot, den = peak * 0.0, peak * 0.0
-            for e in range(D):
-                line = factor + (head * D + e) * D
-                u_low, u_high = (
-                    tl.load(line + i, mask=valid, other=0.0),
-                    tl.load(line + half + i, mask=valid, other=0.0),
-                )
-                seen = tl.sum(u_low * low + u_high * high, 0)
-                kept = tl.sum(u_low * (code_low - 7.5) + u_high * (code_high - 7.5), 0)
-                dot += seen * kept
-                den += kept * kept
-        fitted = tl.maximum(dot / den, 0.0)
+        fitted = scale if METRIC and which == 0 else tl.maximum(dot / den, 0.0)
         page = (slot // PS) * page_stride + head * head_stride
         codes = 0 if which == 0 else PS * (D // 2)
         packed = code_low.to(tl.uint8) | (code_high.to(tl.uint8) << 4)
@@ -106,9 +95,9 @@ def store(
     metric = layer.query_factor.numel() > 0
     _store_kernel[(tokens, layout.num_kv_heads, 2)](
         k, v, slots, cache, cache.view(torch.float16),
-        params.feedback if metric else k, layer.query_factor if metric else k,
+        params.feedback if metric else k,
         cache.stride(0), cache.stride(1), layout.num_kv_heads,
         D=layout.head_size, DV=layout.head_size_v, PS=layout.block_size,
         PAD=triton.next_power_of_2(max(layout.k_row, layout.v_row)), METRIC=metric,
-        KEY_CLIP=middle_clip(layout.head_size), VALUE_CLIP=middle_clip(layout.head_size_v),
+        KEY_CLIP=middle_clip(layout.head_size), VALUE_CLIP=middle_clip(layout.head_size_v), APART=CLIP_APART,
     )  # fmt: skip
