@@ -94,7 +94,9 @@ def row_of(shape: Shape, bandwidth: float, device: torch.device) -> dict[str, ob
 
 def store_rows(bandwidth: float, device: torch.device) -> list[dict[str, float]]:
     """µs of quantise-and-store and the byte floor: plain, as for a model without a calibration, and in the metric of
-    the queries with a centre of its own for position 0, as calibration makes it."""
+    the queries with a centre of its own for position 0, as calibration makes it.
+
+    Up to 128 tokens are decodes, each in a page of its own; more are a prompt from position 0 in whole pages."""
     rows = []
     shape = Shape(1, 1024)
     layout = shape.layout
@@ -103,8 +105,13 @@ def store_rows(bandwidth: float, device: torch.device) -> list[dict[str, float]]
         sets = []
         for _ in range(max(1, min(16, (400 << 20) // (tokens * 8 * 128 * 4)))):
             key, value = (torch.randn(tokens, 8, 128, device=device).bfloat16() for _ in range(2))
-            sets.append((key, value, torch.randperm(16384, device=device)[:tokens].clone()))
-        positions = torch.arange(tokens, device=device)
+            page, slot = torch.randperm(1024, device=device), torch.arange(tokens, device=device)
+            if tokens <= 128:
+                slots = page[:tokens] * layout.block_size + torch.randint(layout.block_size, (tokens,), device=device)
+            else:
+                slots = page[slot // layout.block_size] * layout.block_size + slot % layout.block_size
+            sets.append((key, value, slots))
+        positions = torch.arange(tokens, device=device) + (1000 if tokens <= 128 else 0)
         row = {"tokens": float(tokens), "floor_us": tokens * 8 * (512 + layout.bytes_per_token_head) / bandwidth * 1e6}
         for name, metric in (("us_plain", False), ("us_metric", True)):
             packed = pack_params(random_params(shape, device, sink=metric, metric=metric), torch.bfloat16, device)

@@ -109,8 +109,8 @@ def pack_factor(params: LayerParams) -> torch.Tensor:
     """Table of the rounding in the metric of the queries; empty without.
 
     Returns:
-        [HK, D / 16 pairs of tiles, D / 16 blocks, 32 lanes, 8] float16: lane 4 g + q of pair b and block k holds
-        columns 16 k + 2 q, + 1, + 8, + 9 of row 16 b + g, then of row 16 b + 8 + g, of ``LayerParams.feedback`` transposed.
+        [HK, D / 16 pairs of tiles, D / 16 blocks, 32 lanes, 8] float16: of ``LayerParams.feedback`` transposed, lane
+        4 g + q of pair b and block k holds columns 16 k + 2 q, + 1, + 8, + 9 of row 16 b + g, then of row 16 b + 8 + g.
     """
     if not params.query_factor.numel():
         return torch.zeros(0)

@@ -34,16 +34,23 @@ template <int CHUNKS, int WIDTH> DEV void load_rows(u32 (&r)[CHUNKS][8], const u
 }
 // y = start + 16 rows times the matrix in shared memory, in fp16: y[h][j] is elements 8 j + 2 q, + 1 of row g + 8 h.
 // The matrix is diag(M_0, M_1, ..) (H x I) with a Hadamard matrix H of OUTER rows (pack.py), of which the M are in memory:
-// products inside each block of rows, then sums and differences of the blocks' results.  `start` (shared memory) is what is
-// added before those, elements 2 q, + 1 of a tile twice for lane q.
-template <int CHUNKS, int TILES, int OUTER> DEV void multiply(u32 (&y)[2][TILES], const uint4 (&raw)[CHUNKS][2], u32 one, u32 matrix, u32 start, int lane) {
+// products inside each block of rows, then sums and differences of the blocks' results.  `start` (shared memory; of row
+// g + 8 h, the same for all rows unless BY_ROW) is added before those, elements 2 q, + 1 of a tile twice for lane q.
+template <int CHUNKS, int TILES, int OUTER, bool BY_ROW> DEV void multiply(u32 (&y)[2][TILES], const uint4 (&raw)[CHUNKS][2], u32 one, u32 matrix, const u32 (&start)[2], int lane) {
   constexpr int WIDE = TILES / OUTER, DEEP = CHUNKS / OUTER, AT_ONCE = WIDE % 4 ? 2 : 4;
 #pragma unroll
   for (int o = 0; o < OUTER; o++) {
     float d[WIDE][4];
 #pragma unroll
     for (int j = 0; j < WIDE; j++) {
-      const uint4 b = lds128(start + 64 * (o * WIDE + j) + 16 * (lane & 3));
+      const int at = 64 * (o * WIDE + j) + 16 * (lane & 3);
+      uint4 b;
+      if (BY_ROW) {
+        const uint2 low = lds64(start[0] + at), high = lds64(start[1] + at);
+        b = make_uint4(low.x, low.y, high.x, high.y);
+      } else {
+        b = lds128(start[0] + at);
+      }
       d[j][0] = __uint_as_float(b.x); d[j][1] = __uint_as_float(b.y); d[j][2] = __uint_as_float(b.z); d[j][3] = __uint_as_float(b.w);
     }
 #pragma unroll

@@ -123,23 +123,18 @@ template <int TILES> DEV void round_in_metric(u32 (&bytes)[2][TILES / 2], const 
   constexpr int PAIRS = TILES / 2;
   const u32 half = constant<0x38003800u>(), to_step = constant<0x50445044u>(), middle = constant<0xA380A380u>(), up = constant<0x78007800u>();
   u32 e[PAIRS][4];
-  float f[2][4], next[2][4];
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-#pragma unroll
-    for (int v = 0; v < 4; v++) f[i][v] = 0.f;
 #pragma unroll
   for (int b = PAIRS - 1; b >= 0; b--) {
-    // what the pair of tiles before this one needs and does not depend on this one: products to do while others wait
+    float f[2][4];
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
-      for (int v = 0; v < 4; v++) next[i][v] = 0.f;
+      for (int v = 0; v < 4; v++) f[i][v] = 0.f;
 #pragma unroll
-    for (int k = PAIRS - 1; k > b && b > 0; k--) {
-      const uint4 w = m.entry<TILES>(b - 1, k);
-      mma_f16(next[0], e[k][0], e[k][1], e[k][2], e[k][3], w.x, w.y, next[0]);
-      mma_f16(next[1], e[k][0], e[k][1], e[k][2], e[k][3], w.z, w.w, next[1]);
+    for (int k = PAIRS - 1; k > b; k--) {
+      const uint4 w = m.entry<TILES>(b, k);
+      mma_f16(f[0], e[k][0], e[k][1], e[k][2], e[k][3], w.x, w.y, f[0]);
+      mma_f16(f[1], e[k][0], e[k][1], e[k][2], e[k][3], w.z, w.w, f[1]);
     }
 #pragma unroll
     for (int i = 1; i >= 0; i--) {
@@ -155,11 +150,6 @@ template <int TILES> DEV void round_in_metric(u32 (&bytes)[2][TILES / 2], const 
         if (tile > 0) e[b][2 * i + h] = sub_half2(y, fma_half2(code, up, middle));
         bytes[h][tile % PAIRS] = tile >= PAIRS ? code : fma_half2(bytes[h][tile], 0x4C004C00u, code);  // 16 of the upper half's
       }
-    }
-    if (b > 0) {
-      const uint4 w = m.entry<TILES>(b - 1, b);
-      mma_f16(f[0], e[b][0], e[b][1], e[b][2], e[b][3], w.x, w.y, next[0]);
-      mma_f16(f[1], e[b][0], e[b][1], e[b][2], e[b][3], w.z, w.w, next[1]);
     }
   }
 }
@@ -193,21 +183,18 @@ template <int DIM, bool METRIC, int OUTER, int CLIP> DEV void store_rows(const A
   fetch_rows<CHUNKS, DIM>(raw, row_of(t0 + g), row_of(t0 + g + 8), q4);
   copy_wait<0>();
   __syncthreads();
-  bool again = false;  // rows with a token at position 0 come twice: once for the others, then with its own bias
-  while (t0 < a.tokens) {
-    const int t[2] = {t0 + g, t0 + g + 8};
+  for (; t0 < a.tokens; t0 += ahead) {
     i64 slot[2];
-    bool first[2];
+    u32 start[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      first[h] = SINK && t[h] < a.tokens && a.positions[t[h]] == 0;
-      slot[h] = t[h] < a.tokens && first[h] == again ? a.slots[t[h]] : -1;
+      const int t = t0 + g + 8 * h;
+      slot[h] = t < a.tokens ? a.slots[t] : -1;
+      start[h] = SINK && t < a.tokens && a.positions[t] == 0 ? biases + DIM * 8 : biases;
     }
     u32 y[2][TILES];
-    multiply<CHUNKS, TILES, OUTER>(y, raw, one, matrix, SINK && again ? biases + DIM * 8 : biases, lane);
-    again = SINK && !again && __any_sync(FULL, first[0] || first[1]);
-    if (!again) t0 += ahead;
-    if (AHEAD) fetch_rows<CHUNKS, DIM>(raw, row_of(t0 + g), row_of(t0 + g + 8), q4);
+    multiply<CHUNKS, TILES, OUTER, SINK>(y, raw, one, matrix, start, lane);
+    if (AHEAD) fetch_rows<CHUNKS, DIM>(raw, row_of(t0 + ahead + g), row_of(t0 + ahead + g + 8), q4);
     u32 words[2][WORDS];  // bytes 8 j + 2 q, + 1 of row h, for j = 2 m in the low half of word m and 2 m + 1 in the high half
     float norm[2], scale[2];
     bool writes[2];  // this lane writes the row's scale
@@ -254,7 +241,7 @@ template <int DIM, bool METRIC, int OUTER, int CLIP> DEV void store_rows(const A
       for (int j = TILES / 8 * 4; j < TILES / 2; j++) *((u16*)(out + 8 * j) + q4) = (u16)(words[h][j / 2] >> (16 * (j % 2)));
       if (writes[h]) *(u16*)(page + side.scales + in_page * 2) = (u16)pack_half(__fdividef(scale[h], norm[h]), 0.f);
     }
-    if (!AHEAD) fetch_rows<CHUNKS, DIM>(raw, row_of(t0 + g), row_of(t0 + g + 8), q4);
+    if (!AHEAD) fetch_rows<CHUNKS, DIM>(raw, row_of(t0 + ahead + g), row_of(t0 + ahead + g + 8), q4);
   }
 }
 
