@@ -66,8 +66,11 @@ class Statistics:
     def params(self, *, feedback: bool = True) -> LayerParams:
         """Centre, balance, rotate, sink centre and error feedback (see ``LayerParams``).
 
-        Balance: key channel c is scaled by w_c = (E[q_c^2] / Var[k_c])^(1/4) and the query by 1/w_c, which makes the
-        error of a score smallest when all channels are rounded with one scale.
+        Balance: key channel c is scaled by w_c = E[q_c^2]^a / Var[k_c]^(1/2 - a) and the query by 1/w_c.  Without
+        feedback the error of a score is smallest at a = 1/4, when all channels are rounded with one scale.  Sequential
+        rounding makes errors in proportion to the determinant of the metric, whatever the balance, so there only the
+        keys' spread counts: a = 0, if rounding were sequential throughout and unbounded.  In groups a = 1/8 is best:
+        errors of scores of another text are 5% (Qwen2.5-1.5B) and 3% (SmolLM2) below those of a = 1/4.
         """
         if self.tokens < 2 or self.sequences < 1:
             raise ValueError("statistics of at least two tokens are needed")
@@ -82,7 +85,8 @@ class Statistics:
         floor = 1e-6
         key_variance = key_variance.clamp_min(floor * key_variance.mean(1, keepdim=True)).clamp_min(1e-12)
         query_energy = query_energy.clamp_min(floor * query_energy.mean(1, keepdim=True)).clamp_min(1e-12)
-        balance = (query_energy / key_variance) ** 0.25
+        share = 1 / 8 if feedback else 1 / 4
+        balance = query_energy**share / key_variance ** (1 / 2 - share)
         turn = rotation(head_size)
         key_matrix = balance[:, :, None] * turn
         query_matrix = turn / balance[:, :, None]

@@ -13,7 +13,7 @@ from fourfold.errors import FourfoldError
 from fourfold.files import write_atomically
 from fourfold.quant.params import LayerParams
 
-FORMAT = "fourfold-calibration-1"
+FORMAT = "fourfold-calibration-2"
 _FIELDS = tuple(f.name for f in fields(LayerParams))
 
 
