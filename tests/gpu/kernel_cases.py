@@ -133,17 +133,11 @@ class StoreCase:
         unused[page, slot] = False
         for view in page_views(got, layout):
             assert (view.transpose(1, 2)[unused] == 0).all()
-        first = (self.positions == 0)[:, None, None]
-        exact = (
-            codec.transform_key(self.key, params) - torch.where(first, params.sink_key, 0.0),
-            codec.transform_value(self.value, params) - torch.where(first, params.sink_value, 0.0),
-        )
+        exact = codec.transformed(self.key, self.value, self.positions, params)
         errors = []
         for cache_bytes in (got, self.want):
-            views = page_views(cache_bytes, layout)
-            for i, truth in enumerate(exact):
-                rows = codec.dequantise(codec.unpack_row(views[i][page, :, slot]), views[i + 2][page, :, slot])
-                missed, size = rows - truth[kept], truth[kept]
+            for i, rows in enumerate(codec.stored_rows(cache_bytes, layout, self.slots[kept])):
+                missed, size = rows - exact[i][kept], exact[i][kept]
                 if self.metric and i == 0:
                     missed, size = (torch.einsum("thd,hed->the", x, params.query_factor) for x in (missed, size))
                 errors.append((missed.norm() / size.norm()).item())

@@ -70,6 +70,17 @@ def transform_value(value: torch.Tensor, params: LayerParams) -> torch.Tensor:
     return (value.to(torch.float32) - params.value_centre) @ params.value_matrix
 
 
+def transformed(
+    key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, params: LayerParams
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What codes hold of new tokens: k' and v', less position 0's own centre; as ``encode``, float32."""
+    first = (positions == 0)[:, None, None]
+    return (
+        transform_key(key, params) - torch.where(first, params.sink_key, 0.0),
+        transform_value(value, params) - torch.where(first, params.sink_value, 0.0),
+    )
+
+
 def encode(
     key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, params: LayerParams
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -78,9 +89,7 @@ def encode(
     Args:
         key: [T, HK, D]; value: [T, HK, Dv]; positions: [T] position of each token in its sequence.
     """
-    first = (positions == 0)[:, None, None]
-    k = transform_key(key, params) - torch.where(first, params.sink_key, 0.0)
-    v = transform_value(value, params) - torch.where(first, params.sink_value, 0.0)
+    k, v = transformed(key, value, positions, params)
     return *quantise(k, params), *quantise(v)
 
 
@@ -110,6 +119,13 @@ def page_views(
         ks.view(torch.float16).view(pages, heads, block),
         vs.view(torch.float16).view(pages, heads, block),
     )
+
+
+def stored_rows(cache: torch.Tensor, layout: PageLayout, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, HK, D] and [T, HK, Dv] float32: what the slots [T] hold of ``transformed`` keys and values."""
+    page, slot = slots // layout.block_size, slots % layout.block_size
+    k, v, ks, vs = (view[page, :, slot] for view in page_views(cache, layout))
+    return dequantise(unpack_row(k), ks), dequantise(unpack_row(v), vs)
 
 
 def store_tokens(

@@ -98,26 +98,21 @@ class LayerParams:
         return (middle_clip(self.head_size),) if self.query_factor.numel() else clips(self.head_size)
 
     @property
-    def grouped_factor(self) -> torch.Tensor:
-        """[HK, D, D] F with U = diag(U_0, U_1, …) F, where the U_g are ``query_factor``'s diagonal blocks of ``GROUP``:
-        the identity in its own diagonal blocks, zero before them, and behind them what element i must absorb of the
-        error of each element of a later group."""
+    def feedback(self) -> torch.Tensor:
+        """[HK, D, D] strictly lower triangular: row i holds what of element i's error element j must absorb; empty for
+        plain rounding.
+
+        U = diag(U_0, U_1, …) F with the diagonal blocks U_g of ``GROUP`` of ``query_factor``: F is the identity in its
+        own diagonal blocks, zero before them, and behind them the transpose of this.
+        """
         if not self.query_factor.numel():
             return self.query_factor
-        factor = self.query_factor.to(torch.float64)
-        groups = factor.unflatten(1, (-1, GROUP))
+        groups = self.query_factor.to(torch.float64).unflatten(1, (-1, GROUP))
         solved = [
             torch.linalg.solve_triangular(groups[:, g, :, g * GROUP : (g + 1) * GROUP], groups[:, g], upper=True)
             for g in range(groups.shape[1])
         ]
-        return torch.cat(solved, 1).to(torch.float32).contiguous()
-
-    @property
-    def feedback(self) -> torch.Tensor:
-        """[HK, D, D] strictly lower triangular: row i holds what of element i's error element j must absorb."""
-        factor = self.grouped_factor
-        if not factor.numel():
-            return factor
+        factor = torch.cat(solved, 1).to(torch.float32)
         group = torch.arange(self.head_size) // GROUP
         return (factor.transpose(1, 2) * (group[:, None] > group[None])).contiguous()
 

@@ -61,25 +61,19 @@ def _stored(
     value: torch.Tensor,
 ) -> float:
     """Error of the stored keys or values over that of what the codec makes of them, the larger of both."""
-    first = (torch.arange(len(slots)) == 0)[:, None, None]
-    truth = (
-        codec.transform_key(key, params) - torch.where(first, params.sink_key, 0.0),
-        codec.transform_value(value, params) - torch.where(first, params.sink_value, 0.0),
-    )
+    positions = torch.arange(len(slots))
     wanted = torch.zeros_like(cache)
-    codec.store_tokens(wanted, layout, slots, codec.encode(key, value, torch.arange(len(slots)), params))
-    page, slot = slots // layout.block_size, slots % layout.block_size
-    ratios = []
-    for i, rows in enumerate(truth):
-        errors = []
-        for pages in (cache, wanted):
-            views = codec.page_views(pages, layout)
-            stored = codec.dequantise(codec.unpack_row(views[i][page, :, slot]), views[i + 2][page, :, slot])
-            missed = stored - rows
-            if i == 0 and params.query_factor.numel():
-                missed = torch.einsum("thd,hed->the", missed, params.query_factor)
-            errors.append(float(missed.norm()))
-        ratios.append(errors[0] / max(errors[1], 1e-12))
+    codec.store_tokens(wanted, layout, slots, codec.encode(key, value, positions, params))
+    errors = []
+    for pages in (cache, wanted):
+        rows = zip(
+            codec.stored_rows(pages, layout, slots), codec.transformed(key, value, positions, params), strict=True
+        )
+        missed = [stored - truth for stored, truth in rows]
+        if params.query_factor.numel():
+            missed[0] = torch.einsum("thd,hed->the", missed[0], params.query_factor)
+        errors.append([float(rows.norm()) for rows in missed])
+    ratios = [got / max(least, 1e-12) for got, least in zip(*errors, strict=True)]
     return float(np.max(ratios))
 
 
