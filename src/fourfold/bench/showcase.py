@@ -68,12 +68,12 @@ ORDERED = Plan(
     answer_tokens=1024,
     min_answer_tokens=4,
     cut_answers=False,
-    overload=3.0,
+    overload=4.0,
     min_requests=100,
     max_requests=100,
 )
 """For ``--scheduler ranked``: order matters where work differs, so prompts and answers are as long as they are in
-ShareGPT, and where many wait, so they come three times faster than eight at once are served.  The 16-bit cache holds
+ShareGPT, and where many wait, so they come four times faster than eight at once are served.  The 16-bit cache holds
 some 25 requests: with eight, a preemption costs less than the slot that stays empty to prevent it."""
 ORDERED_QUICK = replace(ORDERED, windows=1, window_tokens=256, min_requests=20, max_requests=20)
 MAX_OVERTAKE_S = 300.0

@@ -30,7 +30,7 @@ def demo(
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="folder for index.html and metrics.json")] = Path("report"),
     memory: Annotated[
-        str | None, typer.Option("--memory", help="KV memory of each server [20M, or 80M with --scheduler ranked]")
+        str | None, typer.Option("--memory", help="KV memory of each server [20M, or 240M with --scheduler ranked]")
     ] = None,
     block_size: Annotated[int, typer.Option("--block-size", help="tokens a block")] = 32,
     dtype: Annotated[str, typer.Option("--dtype", help="[the model's, or float32 on a CPU without bfloat16]")] = "",
