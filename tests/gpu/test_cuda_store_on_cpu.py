@@ -14,6 +14,8 @@ from kernel_cases import StoreCase, make_params
 
 from fourfold.kernels.cuda.pack import pack_params
 from fourfold.layout import PageLayout
+from fourfold.quant import codec
+from fourfold.quant.codec import page_views
 
 
 @pytest.mark.parametrize("metric", [False, True])
@@ -51,3 +53,20 @@ def test_bytes_do_not_depend_on_how_the_work_is_spread(metric):
         caches.append(cache)
     assert all(torch.equal(cache, caches[0]) for cache in caches)
     assert caches[0].float().std() > 30
+
+
+@pytest.mark.parametrize("metric", [False, True])
+def test_scales_of_rows_of_any_size_are_finite(metric):
+    layout, sizes = PageLayout(16, 2, 128, 128), (0.0, 1e-7, 3e-5, 1.0, 1e4, 3e4, 6e4, 3e38)
+    packed = pack_params(make_params(2, 128, 128, sink=False, metric=metric), torch.bfloat16, "cpu")
+    row = torch.randn(1, 2, 128, generator=torch.Generator().manual_seed(5)).sign()
+    rows = torch.cat([row * size for size in sizes]).bfloat16()
+    cache = torch.zeros(1, 2, layout.head_page_bytes, dtype=torch.uint8)
+    at = torch.arange(len(sizes))
+    cuda_on_cpu.store(rows, rows, cache, at, at + 5, layout, packed)
+    for scales in page_views(cache, layout)[2:]:
+        assert torch.isfinite(scales).all()
+    values = codec.stored_rows(cache, layout, at)[1]
+    exact = codec.transformed(rows, rows, at + 5, make_params(2, 128, 128, sink=False, metric=metric))[1]
+    small = slice(0, 5)
+    assert (values - exact)[small].norm() < 0.15 * exact[small].norm()

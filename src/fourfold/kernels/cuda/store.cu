@@ -3,10 +3,12 @@
 // Compile-time: D, DV, PS (block size), SINK (position 0 has its own bias), METRIC_KEYS (round keys in the metric of the queries),
 // TABLES_SHARED (its factor fits in shared memory), KEY_CLIP, VALUE_CLIP (the middle clip, in thousandths), CLIP_APART (of a
 // plain clip from it), OUTER_K, OUTER_V (of the matrices, see project.h), ACT_BF16.
-// grid.x: KV heads; grid.y: blocks of keys, then as many of values, so that a multiprocessor has both.  A warp takes 16 tokens; lane (g, q) holds elements 8 j + 2 q, + 1
-// of rows g and g + 8, so that elements e and e + D/2 of a byte meet in one lane.
+// grid.x: KV heads; grid.y: blocks of keys, then as many of values, so that a multiprocessor has both.
+// A warp takes 16 tokens; lane (g, q) holds elements 8 j + 2 q, + 1 of rows g and g + 8, so that elements e and e + D/2 of a
+// byte meet in one lane.
 // Rows are rounded to fp16 after the products (the row's largest element is at least 7 steps, so that is 1 / 300 of a step).
 // So a code may differ from the codec's where its element lies within 1% of a step of the middle between two codes.
+// Elements beyond 16,000 may saturate; scales are finite whatever comes.
 #include "project.h"
 
 struct Args {
@@ -45,7 +47,9 @@ template <int TILES> DEV void normalise(u32 (&y)[2][TILES], float (&norm)[2], fl
   u32 p = max_half2(__byte_perm(peak[0], peak[1], 0x5410), __byte_perm(peak[0], peak[1], 0x7632));  // row g low, row g + 8 high
   p = max_half2(p, __shfl_xor_sync(FULL, p, 1));
   p = max_half2(p, __shfl_xor_sync(FULL, p, 2));
-  const u32 norms = pack_half(__fdividef(gain, fmaxf(half_lo(p), 2e-5f)), __fdividef(gain, fmaxf(half_hi(p), 2e-5f)));  // fp16 ends at 65504
+  // fp16 ends at 65504: neither the largest element nor what is divided by it may be infinite
+  const float low = fminf(fmaxf(half_lo(p), 2e-5f), 65504.f), high = fminf(fmaxf(half_hi(p), 2e-5f), 65504.f);
+  const u32 norms = pack_half(__fdividef(gain, low), __fdividef(gain, high));
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const u32 twice = __byte_perm(norms, norms, h ? 0x3232 : 0x1010);
