@@ -102,16 +102,17 @@ def store_rows(bandwidth: float, device: torch.device) -> list[dict[str, float]]
     layout = shape.layout
     cache = torch.zeros(1024, layout.num_kv_heads, layout.head_page_bytes, dtype=torch.uint8, device=device)
     for tokens in (1, 32, 128, 2048, 8192):
+        decodes = tokens <= 128
         sets = []
         for _ in range(max(1, min(16, (400 << 20) // (tokens * 8 * 128 * 4)))):
             key, value = (torch.randn(tokens, 8, 128, device=device).bfloat16() for _ in range(2))
             page, slot = torch.randperm(1024, device=device), torch.arange(tokens, device=device)
-            if tokens <= 128:
+            if decodes:
                 slots = page[:tokens] * layout.block_size + torch.randint(layout.block_size, (tokens,), device=device)
             else:
                 slots = page[slot // layout.block_size] * layout.block_size + slot % layout.block_size
             sets.append((key, value, slots))
-        positions = torch.arange(tokens, device=device) + (1000 if tokens <= 128 else 0)
+        positions = torch.arange(tokens, device=device) + (1000 if decodes else 0)
         row = {"tokens": float(tokens), "floor_us": tokens * 8 * (512 + layout.bytes_per_token_head) / bandwidth * 1e6}
         for name, metric in (("us_plain", False), ("us_metric", True)):
             packed = pack_params(random_params(shape, device, sink=metric, metric=metric), torch.bfloat16, device)

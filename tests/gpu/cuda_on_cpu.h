@@ -143,14 +143,6 @@ inline u32 exchanged(u32 v, int from) {
 inline u32 __shfl_sync(u32, u32 v, int from) { return exchanged(v, from & 31); }
 inline u32 __shfl_xor_sync(u32, u32 v, int mask) { return exchanged(v, (cpu::current & 31) ^ mask); }
 inline float __shfl_xor_sync(u32, float v, int mask) { return __uint_as_float(exchanged(__float_as_uint(v), (cpu::current & 31) ^ mask)); }
-inline bool __any_sync(u32, bool p) {
-  cpu::box[cpu::current][0] = p;
-  __syncwarp();
-  bool any = false;
-  for (int i = 0; i < 32; i++) any |= cpu::mine()[i][0] != 0;
-  __syncwarp();
-  return any;
-}
 template <class F> void product(float (&d)[4], const u32 (&operands)[6], const float (&c)[4], F value) {
   memcpy(cpu::box[cpu::current], operands, sizeof operands);
   __syncwarp();
@@ -178,10 +170,8 @@ inline void copy16(u32 to, const void* from) { memcpy(smem + to, from, 16); }
 inline void copy_commit() {}
 template <int> void copy_wait() {}
 template <class T> T loaded(const void* p) { T v; memcpy(&v, p, sizeof v); return v; }
-inline u32 lds32(u32 a) { return loaded<u32>(smem + a); }
 inline uint2 lds64(u32 a) { return loaded<uint2>(smem + a); }
 inline uint4 lds128(u32 a) { return loaded<uint4>(smem + a); }
-inline uint2 ldg64(const void* p) { return loaded<uint2>(p); }
 inline uint4 ldg128(const void* p) { return loaded<uint4>(p); }
 inline void wait_predecessor() {}
 inline void release_successor() {}

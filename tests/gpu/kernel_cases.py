@@ -133,16 +133,10 @@ class StoreCase:
         unused[page, slot] = False
         for view in page_views(got, layout):
             assert (view.transpose(1, 2)[unused] == 0).all()
-        exact = codec.transformed(self.key, self.value, self.positions, params)
-        errors = []
-        for cache_bytes in (got, self.want):
-            for i, rows in enumerate(codec.stored_rows(cache_bytes, layout, self.slots[kept])):
-                missed, size = rows - exact[i][kept], exact[i][kept]
-                if self.metric and i == 0:
-                    missed, size = (torch.einsum("thd,hed->the", x, params.query_factor) for x in (missed, size))
-                errors.append((missed.norm() / size.norm()).item())
-        assert errors[0] < errors[2] * 1.01
-        assert errors[1] < errors[3] * 1.01
+        exact = codec.transformed(self.key[kept], self.value[kept], self.positions[kept], params)
+        errors, least = (codec.stored_errors(c, layout, self.slots[kept], exact, params) for c in (got, self.want))
+        assert errors[0] < least[0] * 1.01
+        assert errors[1] < least[1] * 1.01
         # in the metric a code that falls the other way (matrices are rounded) changes the codes after it
         assert (got == self.want).float().mean() > (0.93 if self.metric else 0.97)
 

@@ -128,6 +128,27 @@ def stored_rows(cache: torch.Tensor, layout: PageLayout, slots: torch.Tensor) ->
     return dequantise(unpack_row(k), ks), dequantise(unpack_row(v), vs)
 
 
+def stored_errors(
+    cache: torch.Tensor,
+    layout: PageLayout,
+    slots: torch.Tensor,
+    exact: tuple[torch.Tensor, torch.Tensor],
+    params: LayerParams,
+) -> tuple[float, float]:
+    """‖stored − exact‖ / ‖exact‖ of keys, in the metric of the queries where there is one, and of values.
+
+    Args:
+        exact: what ``transformed`` returns of the tokens in the slots [T].
+    """
+    errors: list[float] = []
+    for rows, truth in zip(stored_rows(cache, layout, slots), exact, strict=True):
+        missed, size = rows - truth, truth
+        if not errors and params.query_factor.numel():
+            missed, size = (torch.einsum("thd,hed->the", x, params.query_factor) for x in (missed, size))
+        errors.append(float(missed.norm() / size.norm()))
+    return errors[0], errors[1]
+
+
 def store_tokens(
     cache: torch.Tensor,
     layout: PageLayout,

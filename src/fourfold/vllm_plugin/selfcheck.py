@@ -64,16 +64,9 @@ def _stored(
     positions = torch.arange(len(slots))
     wanted = torch.zeros_like(cache)
     codec.store_tokens(wanted, layout, slots, codec.encode(key, value, positions, params))
-    errors = []
-    for pages in (cache, wanted):
-        rows = zip(
-            codec.stored_rows(pages, layout, slots), codec.transformed(key, value, positions, params), strict=True
-        )
-        missed = [stored - truth for stored, truth in rows]
-        if params.query_factor.numel():
-            missed[0] = torch.einsum("thd,hed->the", missed[0], params.query_factor)
-        errors.append([float(rows.norm()) for rows in missed])
-    ratios = [got / max(least, 1e-12) for got, least in zip(*errors, strict=True)]
+    exact = codec.transformed(key, value, positions, params)
+    got, least = (codec.stored_errors(pages, layout, slots, exact, params) for pages in (cache, wanted))
+    ratios = [one / max(other, 1e-12) for one, other in zip(got, least, strict=True)]
     return float(np.max(ratios))
 
 

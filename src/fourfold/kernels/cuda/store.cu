@@ -66,8 +66,8 @@ DEV u32 four_codes(u32 y0, u32 y1, u32 gain, u32 half, u32 fifteen, u32 magic) {
 }
 
 // Rows in [-1, 1] with the better of two clips.  Sums over bytes (dp4a) of y c and of c (15 - c) give each clip's squared error
-// and the scale that fits best.  Word j of `codes` holds those of tiles j and j + TILES / 2 of a row; `fitted` is the scale,
-// of row g in lanes q = 0, 1 and of row g + 8 in lanes 2, 3.
+// and the scale that fits best.  Word j of `codes` holds those of tiles j and j + TILES / 2 of a row; returned is the
+// scale, of row g in lanes q = 0, 1 and of row g + 8 in lanes 2, 3.
 template <int TILES, int CLIP> DEV float round_plain(u32 (&codes)[2][TILES / 2], const u32 (&y)[2][TILES], u32 one, int q) {
   const u32 ones = constant<0x01010101u>(), half = constant<0x38003800u>(), fifteen = constant<0x4B804B80u>(), magic = constant<0x64006400u>();
   constexpr float clip[2] = {(CLIP + CLIP_APART) * 1e-3f, (CLIP - CLIP_APART) * 1e-3f};
@@ -200,31 +200,26 @@ template <int DIM, bool METRIC, int OUTER, int CLIP> DEV void store_rows(const A
     multiply<CHUNKS, TILES, OUTER, SINK>(y, raw, one, matrix, start, lane);
     if (AHEAD) fetch_rows<CHUNKS, DIM>(raw, row_of(t0 + ahead + g), row_of(t0 + ahead + g + 8), q4);
     u32 words[2][WORDS];  // bytes 8 j + 2 q, + 1 of row h, for j = 2 m in the low half of word m and 2 m + 1 in the high half
-    float norm[2], scale[2];
-    bool writes[2];  // this lane writes the row's scale
+    float norm[2], scale = 1.f / 512.f;  // of row g in lanes q = 0, 1, of row g + 8 in lanes 2, 3
     if constexpr (METRIC) {
       normalise<TILES>(y, norm, 7.5f / 512.f / (CLIP * 1e-3f));
       u32 bytes[2][TILES / 2];
       round_in_metric<TILES>(bytes, y, metric, one);
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        scale[h] = 1.f / 512.f; writes[h] = q4 == 2 * h;
+      for (int h = 0; h < 2; h++)
 #pragma unroll
         for (int m = 0; m < WORDS; m++) words[h][m] = __byte_perm(bytes[h][2 * m], bytes[h][min(2 * m + 1, TILES / 2 - 1)], 0x6420);
-      }
     } else {
       normalise<TILES>(y, norm, 1.f);
       u32 codes[2][TILES / 2];
-      scale[0] = scale[1] = round_plain<TILES, CLIP>(codes, y, one, q4);
+      scale = round_plain<TILES, CLIP>(codes, y, one, q4);
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        writes[h] = q4 == 2 * h;
+      for (int h = 0; h < 2; h++)
 #pragma unroll
         for (int m = 0; m < WORDS; m++) {
           const u32 w0 = codes[h][2 * m], w1 = codes[h][min(2 * m + 1, TILES / 2 - 1)];
           words[h][m] = __byte_perm(w0, w1, 0x7632) * 16 + __byte_perm(w0, w1, 0x5410);
         }
-      }
     }
     // Four pairs of bytes change places in the lanes of a row, so that a lane writes 8 bytes and a row whole sectors; the
     // pairs that are left over (head sizes of 80 and 96) are written as they are.
@@ -243,7 +238,7 @@ template <int DIM, bool METRIC, int OUTER, int CLIP> DEV void store_rows(const A
       for (int j = 0; j < TILES / 8; j++) *(uint2*)(out + 32 * j + 8 * q4) = quads[h][j];
 #pragma unroll
       for (int j = TILES / 8 * 4; j < TILES / 2; j++) *((u16*)(out + 8 * j) + q4) = (u16)(words[h][j / 2] >> (16 * (j % 2)));
-      if (writes[h]) *(u16*)(page + side.scales + in_page * 2) = (u16)pack_half(__fdividef(scale[h], norm[h]), 0.f);
+      if (q4 == 2 * h) *(u16*)(page + side.scales + in_page * 2) = (u16)pack_half(__fdividef(scale, norm[h]), 0.f);
     }
     if (!AHEAD) fetch_rows<CHUNKS, DIM>(raw, row_of(t0 + ahead + g), row_of(t0 + ahead + g + 8), q4);
   }
